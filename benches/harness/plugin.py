@@ -1,0 +1,188 @@
+"""How the suite and pytest meet: cases as parameters, the header, pytest-benchmark's files, the tables at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from benches.harness import device as devices
+from benches.harness.medians import median
+from benches.harness.replay import REPLAY
+from benches.harness.stash import RESULTS, SELECTION
+from benches.harness.stopwatch import Figure
+from benches.harness.workbench import attempt
+from shapes.cases import GemmCase, LayerCase, support
+from shapes.gemms import layer_linears
+from shapes.selection import Selection
+
+SCHEMA = 1
+CASE_KINDS: tuple[type[LayerCase] | type[GemmCase], ...] = (LayerCase, GemmCase)
+
+
+# --- cases -----------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for all axes of a kind of case gets every selected case of that kind."""
+    selection = metafunc.config.stash[SELECTION]
+    listed = {LayerCase: selection.layer_cases, GemmCase: selection.gemm_cases}
+    for kind in CASE_KINDS:
+        if set(kind.axes) <= set(metafunc.fixturenames):
+            metafunc.parametrize(
+                kind.axes,
+                [pytest.param(*case.values, marks=getattr(pytest.mark, case.regime)) for case in listed[kind]()],
+                ids=["-".join(case.values) for case in listed[kind]()],
+            )
+
+
+def case_of(item: pytest.Item) -> LayerCase | GemmCase | None:
+    """The case that a test measures, from its parameters."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    for kind in CASE_KINDS:
+        if set(kind.axes) <= parameters.keys():
+            return kind(**{axis: parameters[axis] for axis in kind.axes})
+    return None
+
+
+# --- results ---------------------------------------------------------------------------------------------------
+
+
+def extra_info(case: LayerCase | GemmCase, figure: Figure, selection: Selection) -> dict[str, Any]:
+    """What a results file says of a case besides pytest-benchmark's statistics; seconds."""
+    info: dict[str, Any] = {"case": case.id, "kind": case.kind, **dict(zip(case.axes, case.values, strict=True))}
+    info |= {
+        "interval_s": figure.interval_s,
+        "stopped": "precise" if figure.precise else "max_time",
+        "host_min_s": min(figure.host_s) if figure.host_s else None,
+        "host_median_s": median(figure.host_s) if figure.host_s else None,
+        "launch_bound": figure.launch_bound,
+    }
+    if isinstance(case, GemmCase):
+        linear = next(linear for linear in selection.groups[case.model].linears if linear.name == case.linear)
+        gemm = linear.gemm(case.pass_name)
+        info |= {"m": gemm.m, "n": gemm.n, "k": gemm.k, "flops": gemm.flops}
+    return info
+
+
+def _suite_info(config: pytest.Config) -> dict[str, Any]:
+    """The part of a results file that says what was selected, and what has no time."""
+    selection = config.stash[SELECTION]
+    models: dict[str, Any] = {model.name: {**asdict(model), "tokens": model.tokens} for model in selection.models}
+    if selection.shapes:
+        models[selection.shapes.name] = {"num_hidden_layers": 1, "tokens": None}
+    return {
+        "schema": SCHEMA,
+        "device": selection.device,
+        "models": models,
+        "not_measured": config.stash[RESULTS]["not_measured"],
+    }
+
+
+def _machine_info(config: pytest.Config) -> dict[str, Any]:
+    on_gpu = config.stash[SELECTION].device == "cuda"
+    return {
+        "gpu": devices.gpu_facts() if on_gpu else None,
+        "versions": devices.loaded_versions(),
+        "environment": devices.relevant_environment(),
+    }
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Add the GPU and versions; leave out the host's name, since baselines are published."""
+    machine_info["node"] = ""
+    machine_info.update(_machine_info(config))
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Add what was selected, and the cases that have no time."""
+    output_json["suite"] = _suite_info(config)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Note each case that was skipped or failed, with the reason."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    case = case_of(item)
+    if case is None or report.passed:
+        return
+    reason = report.longrepr[2] if report.skipped else str(report.longreprtext or report.longrepr).strip()
+    item.config.stash[RESULTS]["not_measured"].append(
+        {"case": case.id, "outcome": report.outcome, "reason": reason.removeprefix("Skipped: ")}
+    )
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], None]:
+    """measure(source): the test's case, measured by `source` and recorded; run once where benchmarks are disabled."""
+    case, config = case_of(request.node), request.config
+    assert case is not None, "a test that measures has all parameters of a kind of case"
+
+    def run(source: Any) -> None:
+        keep_trace = config.option.tbstyle in ("long", "native")
+        if benchmark.disabled:
+            benchmark.pedantic(lambda: attempt(case.id, source.program(case).run_once, keep_trace))
+            return
+        figure = attempt(case.id, lambda: source.figure(case), keep_trace)
+        benchmark.group = " ".join((case.kind, *(value for axis, value in zip(case.axes, case.values, strict=True) if axis not in ("stage", "recipe", "mode"))))
+        benchmark.extra_info.update(extra_info(case, figure, config.stash[SELECTION]))
+        REPLAY.play(benchmark, figure.samples_s)
+        config.stash[RESULTS]["benchmarks"].append(benchmark.stats.as_dict(include_data=False))
+
+    return run
+
+
+# --- what the terminal shows -----------------------------------------------------------------------------------
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Versions by metadata, and the device: no heavy import before there is something to run."""
+    versions = ", ".join(f"{name} {version}" for name, version in devices.declared_versions().items())
+    selection = config.stash[SELECTION]
+    reason = "" if selection.device == "cuda" else f" ({devices.why_not_cuda() or 'as asked for'})"
+    return f"suite: device {selection.device}{reason}; {versions}"
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """GPU, libraries as loaded, and which recipes will run: before the first case, and only if there is one."""
+    if config.option.collectonly or not any(case_of(item) for item in items):
+        return []
+    selection, info = config.stash[SELECTION], _machine_info(config)
+    lines = []
+    if gpu := info["gpu"]:
+        watts = f", {gpu['power_limit_w']:.0f} W" if gpu["power_limit_w"] else ""
+        lines.append(f"GPU: {gpu['name']}{watts}, driver {gpu['driver'] or 'unknown'}, uuid {gpu['uuid']}")
+    lines.append("loaded: " + ", ".join(f"{name} {version}" for name, version in info["versions"].items()))
+    reasons = {recipe: _recipe_reason(selection, recipe) for recipe in selection.recipes}
+    lines.append("recipes: " + (", ".join(name for name, reason in reasons.items() if not reason) or "none"))
+    lines += [f"  not here: {reason}" for reason in reasons.values() if reason]
+    if info["environment"]:
+        lines.append("environment: " + " ".join(f"{name}={value}" for name, value in info["environment"].items()))
+    return lines
+
+
+def _recipe_reason(selection: Selection, recipe: str) -> str | None:
+    """Why no selected stage or GEMM can run a recipe here."""
+    groups = [layer_linears(model) for model in selection.models] + ([selection.shapes] if selection.shapes else [])
+    reasons = [support(recipe, group, selection.device) for group in groups]
+    return None if None in reasons else next(iter(reasons), None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The analysis of this run, after pytest-benchmark's table."""
+    results = config.stash[RESULTS]
+    if not results["benchmarks"]:
+        return
+    from benches.report.analysis import analyse
+    from benches.report.terminal import render
+
+    machine_info = _machine_info(config)
+    text = {"benchmarks": results["benchmarks"], "machine_info": machine_info, "suite": _suite_info(config)}
+    terminalreporter.ensure_newline()
+    width = terminalreporter.fullwidth if hasattr(terminalreporter, "fullwidth") else 100
+    terminalreporter.write_line(render(analyse(json.loads(json.dumps(text))), width=width))

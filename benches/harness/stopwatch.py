@@ -1,0 +1,265 @@
+"""Times of a program, segment by segment: on a GPU with launches hidden, on a CPU round by round."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from benches.harness.medians import is_precise, median, median_interval
+from benches.harness.timeline import Timeline
+from shapes.program import Program
+
+WARM_UP_ROUNDS = 3  # compilation, autotuning and the allocator settle within the first steps
+HOST_ROUNDS = 5
+HOST_WORK_S = 0.025  # launches enqueued behind one spin; much more overflows the driver's queue of 1024 launches
+SPIN_MARGIN = 1.4  # host times vary by less than this from batch to batch
+SPIN_FLOOR_S = 0.0003
+MOST_SPIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How rounds follow each other.
+
+    A batch holds as many rounds as fit into `busy_s` of device time, at least one. Before it the device rests for
+    `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Rounds of the first `settle_s` seconds
+    are not counted.
+    """
+
+    busy_s: float
+    rest_s: float = 0.0
+    rest_ratio: float = 0.0
+    settle_s: float = 0.0
+    cold_cache: bool = False
+
+
+# Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
+# 0.1 % from process to process, against 7 % back to back). Back to back: the power limit has settled after 0.4 s.
+REGIMES = {
+    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=1.0, cold_cache=True),
+    "sustained": Regime(busy_s=0.25, settle_s=0.4),
+    "in_layer": Regime(busy_s=0.25, settle_s=0.4),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: all medians known to `precision` (relative, 95 %), or after `max_time_s`."""
+
+    min_rounds: int = 5
+    max_time_s: float = 1.0
+    precision: float = 0.0025
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One reported time: seconds of each round on the device, and on the host what launching it took."""
+
+    samples_s: list[float]
+    host_s: list[float]
+    precise: bool
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """95 % interval of the median."""
+        return median_interval(self.samples_s)
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether launching takes longer than running."""
+        return bool(self.host_s) and median(self.host_s) > median(self.samples_s)
+
+
+@dataclass
+class Times:
+    """Seconds per round for each segment of a program, on the device and on the host."""
+
+    limits: Limits
+    device_s: dict[str, list[float]] = field(default_factory=dict)
+    host_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def figure(self, segments: Sequence[str]) -> Figure:
+        """The time of these segments together."""
+        samples = [sum(parts) for parts in zip(*(self.device_s[name] for name in segments), strict=True)]
+        host = [sum(parts) for parts in zip(*(self.host_s[name] for name in segments if self.host_s), strict=True)]
+        return Figure(samples, host, is_precise(samples, self.limits.precision))
+
+    def add(self, rounds: Sequence[dict[str, float]]) -> None:
+        """Append rounds."""
+        for times in rounds:
+            for name, seconds in times.items():
+                self.device_s.setdefault(name, []).append(seconds)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were counted."""
+        return len(next(iter(self.device_s.values()), ()))
+
+    def suffice(self, figures: Sequence[Sequence[str]]) -> bool:
+        """Whether all these figures are known well enough."""
+        return all(self.figure(names).precise for names in figures)
+
+
+def _collect(
+    times: Times,
+    figures: Sequence[Sequence[str]],
+    now: Callable[[], float],
+    batch: Callable[[], list[dict[str, float]]],
+) -> None:
+    """Add batches until the figures are known well enough, or time is up and there are enough rounds (or none)."""
+    limits = times.limits
+    end = now() + limits.max_time_s
+    next_check = limits.min_rounds
+    while True:
+        times.add(batch())
+        if times.rounds >= next_check:
+            if times.suffice(figures):
+                return
+            next_check = times.rounds + 1 + times.rounds // 8  # looking costs time, and each look is a chance to err
+        if now() >= end and (times.rounds >= limits.min_rounds or not times.rounds):
+            return
+
+
+class HostTooSlowError(RuntimeError):
+    """The device never waited for the host, so no time of it is its own."""
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Stopwatch:
+    """Times a program on a device with a queue. Making one warms the program up and takes its host times."""
+
+    def __init__(self, program: Program, timeline: Timeline) -> None:
+        self.program, self.timeline = program, timeline
+        self.margin = SPIN_MARGIN
+        for _ in range(WARM_UP_ROUNDS):
+            program.run_once()
+            timeline.synchronize()
+        self.host_s = self._host_times()
+        self.host_round_s = sum(median(times) for times in self.host_s.values())
+        self.device_round_s = self._device_round()
+
+    def _host_times(self) -> dict[str, list[float]]:
+        """Seconds that enqueuing each segment takes while the device has nothing else to do."""
+        times: dict[str, list[float]] = {segment.name: [] for segment in self.program.segments}
+        with _no_garbage_collection():
+            for _ in range(HOST_ROUNDS):
+                self.program.reset()
+                self.timeline.synchronize()
+                for segment in self.program.segments:
+                    start = self.timeline.now()
+                    segment.run()
+                    times[segment.name].append(self.timeline.now() - start)
+        return times
+
+    def _device_round(self) -> float:
+        self.device_round_s = 0.0
+        for _ in range(5):
+            if rounds := self._batch(1, cold_cache=False):
+                return sum(rounds[0].values())
+        raise self._too_slow()
+
+    def _too_slow(self) -> HostTooSlowError:
+        return HostTooSlowError(
+            f"no round of {self.program.segments[0].name!r}... could be enqueued before the device had begun it, "
+            f"although the device was kept busy for {self._spin_seconds(1) * 1e3:.1f} ms: a step must not wait for the device"
+        )
+
+    def _spin_seconds(self, rounds: int) -> float:
+        """Long enough that the device begins no round before the host has enqueued it."""
+        lag_s = max(0.0, self.host_round_s - self.device_round_s) * (rounds - 1)
+        return min(MOST_SPIN_S, SPIN_FLOOR_S + self.margin * (self.host_round_s + lag_s))
+
+    def _batch(self, rounds: int, cold_cache: bool) -> list[dict[str, float]]:
+        """Seconds of each segment in those rounds that were wholly enqueued before the device began them."""
+        line, program = self.timeline, self.program
+        line.synchronize()
+        line.spin(self._spin_seconds(rounds))
+        marked = []
+        for _ in range(rounds):
+            program.reset()
+            if cold_cache:
+                line.flush_cache()
+            marks = [line.mark()]
+            for segment in program.segments:
+                segment.run()
+                marks.append(line.mark())
+            if not marks[0].reached():
+                marked.append(marks)
+        line.synchronize()
+        if len(marked) < rounds:
+            self.margin *= 1.5
+        names = [segment.name for segment in program.segments]
+        return [
+            dict(zip(names, (a.seconds_until(b) for a, b in zip(marks, marks[1:])), strict=True)) for marks in marked
+        ]
+
+    def rounds_per_batch(self, regime: Regime) -> int:
+        """As many as fit into the regime's busy time, and, behind one spin, into the host's work."""
+        fitting = regime.busy_s / max(self.device_round_s, 1e-6)
+        if self.host_round_s > self.device_round_s or regime.rest_s:
+            fitting = min(fitting, HOST_WORK_S / max(self.host_round_s, 1e-6))
+        return max(1, int(fitting))
+
+    def time(self, regime: Regime, figures: Sequence[Sequence[str]], limits: Limits) -> Times:
+        """Rounds in a regime until all figures (each a set of segments) are precise or time is up.
+
+        Raises HostTooSlowError if no round could be enqueued in time.
+        """
+        times = Times(limits, host_s=self.host_s)
+        rounds = self.rounds_per_batch(regime)
+        rest_s = max(regime.rest_s, regime.rest_ratio * rounds * self.device_round_s)
+
+        def batch() -> list[dict[str, float]]:
+            if rest_s:
+                self.timeline.synchronize()
+                self.timeline.rest(rest_s)
+            return self._batch(rounds, regime.cold_cache)
+
+        with _no_garbage_collection():
+            settled = self.timeline.now() + regime.settle_s
+            while self.timeline.now() < settled:
+                batch()
+            _collect(times, figures, self.timeline.now, batch)
+        if not times.rounds:
+            raise self._too_slow()
+        return times
+
+
+class CpuStopwatch:
+    """Times a program that runs where it is called. There is one regime: round after round."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        for _ in range(WARM_UP_ROUNDS):
+            program.run_once()
+
+    def _round(self) -> dict[str, float]:
+        self.program.reset()
+        times = {}
+        for segment in self.program.segments:
+            start = time.perf_counter_ns()
+            segment.run()
+            times[segment.name] = (time.perf_counter_ns() - start) * 1e-9
+        return times
+
+    def time(self, regime: Regime, figures: Sequence[Sequence[str]], limits: Limits) -> Times:
+        """Rounds until all figures are precise or time is up."""
+        del regime
+        times = Times(limits)
+        with _no_garbage_collection():
+            _collect(times, figures, time.perf_counter, lambda: [self._round()])
+        return times

@@ -1,0 +1,1 @@
+"""A results file -> analysis -> terminal tables and plots. Measures nothing; needs neither torch nor pytest."""

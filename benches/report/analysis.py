@@ -1,0 +1,398 @@
+"""What a results file says: times, speedups, sums and shares per model, and notes on what to be careful with.
+
+Pure functions of the parsed JSON. A value that cannot be known, because a case it needs has no time, is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from shapes.cases import LAYER_PASSES, MODES, GemmCase, LayerCase
+from shapes.gemms import PASSES, Gemm, LinearGroup, layer_linears, parse_shapes
+from shapes.models import ModelConfig
+from shapes.recipes import RECIPES
+from shapes.stages import STAGES
+
+SCHEMA = 1
+REFERENCE_RECIPE = "bf16"
+REFERENCE_STAGES = ("torch", "torch_sdpa")
+# Training runs back to back, so that regime is preferred. A table is of one regime only.
+LAYER_REGIMES = ("sustained", "rested")
+GEMM_REGIMES = ("in_layer", "rested")
+KNOWN = {"stage": tuple(STAGES), "recipe": tuple(RECIPES)}
+
+Case = TypeVar("Case", LayerCase, GemmCase)
+Seconds = dict[str, "float | None"]
+
+
+@dataclass(frozen=True)
+class Measurement(Generic[Case]):
+    """The time of one case. `gemm` is the shape that ran, None for a layer."""
+
+    case: Case
+    median_s: float
+    interval_s: tuple[float, float] | None
+    stopped: str
+    launch_bound: bool
+    gemm: Gemm | None
+
+    @property
+    def uncertainty(self) -> float | None:
+        """The farther end of the median's 95 % interval, as a fraction of the median; None without an interval."""
+        if self.interval_s is None:
+            return None
+        low, high = self.interval_s
+        return max(self.median_s - low, high - self.median_s) / self.median_s
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One stage in one recipe: seconds per pass, speedups of forward_backward over the bf16 reference stages."""
+
+    stage: str
+    recipe: str
+    seconds: Seconds
+    speedups: dict[str, float | None]
+    launch_bound: frozenset[str]  # passes
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """A model's layer, stage by stage, all in one regime."""
+
+    regime: str
+    rows: tuple[LayerRow, ...]
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One GEMM: seconds per recipe."""
+
+    gemm: Gemm
+    seconds: Seconds
+    launch_bound: frozenset[str]  # recipes
+
+    def tflops(self, recipe: str) -> float | None:
+        """Achieved 1e12 floating-point operations per second."""
+        return ratio(self.gemm.flops / 1e12, self.seconds[recipe])
+
+
+@dataclass(frozen=True)
+class GemmTable:
+    """A layer's GEMMs in one mode and regime. Recipes without quantization are the same in both modes.
+
+    Sums are None unless each of their GEMMs has a time.
+    """
+
+    mode: str
+    regime: str
+    recipes: tuple[str, ...]
+    rows: tuple[GemmRow, ...]
+    repeats: int
+
+    def pass_s(self, pass_name: str, recipe: str) -> float | None:
+        """Seconds of a layer's GEMMs of one pass."""
+        return total(row.seconds.get(recipe) for row in self.rows if row.gemm.pass_name == pass_name)
+
+    def layer_s(self, recipe: str) -> float | None:
+        """Seconds of all GEMMs of a layer."""
+        return total(row.seconds.get(recipe) for row in self.rows)
+
+    def model_s(self, recipe: str) -> float | None:
+        """Seconds of all GEMMs of the model's layers."""
+        return total([self.layer_s(recipe)] * self.repeats)
+
+    def speedup(self, seconds: Callable[[str], float | None], recipe: str) -> float | None:
+        """How many times faster than bf16 a recipe is in what `seconds` gives for a recipe, as `layer_s`."""
+        return ratio(seconds(REFERENCE_RECIPE), seconds(recipe))
+
+    def layer_tflops(self, recipe: str) -> float | None:
+        """Achieved 1e12 floating-point operations per second over all GEMMs of a layer."""
+        return ratio(sum(row.gemm.flops for row in self.rows) / 1e12, self.layer_s(recipe))
+
+
+@dataclass(frozen=True)
+class GemmSplit:
+    """Seconds of a layer's GEMMs in one recipe by pass, and of the quantizations they need.
+
+    `quantization_s` is None where the modes needed to tell it apart were not both measured;
+    `mode` then says which mode the passes are in.
+    """
+
+    recipe: str
+    mode: str
+    pass_s: dict[str, float]
+    quantization_s: float | None
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """All there is about one model. `config` is None for shapes given by hand."""
+
+    name: str
+    config: ModelConfig | None
+    layers: LayerTable | None
+    gemms: dict[str, GemmTable]  # by mode; only modes that were measured
+
+    def quantization_share(self, recipe: str) -> float | None:
+        """(autocast - prequantized) / autocast of a layer's GEMMs: the fraction that quantization takes."""
+        both = [_layer_s(self.gemms.get(mode), recipe) for mode in MODES]
+        if not RECIPES[recipe].quantized or None in both:
+            return None
+        autocast, prequantized = both
+        return (autocast - prequantized) / autocast  # type: ignore[operator]
+
+    def gemm_splits(self) -> list[GemmSplit]:
+        """Per recipe that has all GEMMs of a layer in some mode: passes and quantization, alone where possible."""
+        splits = [_split(self.gemms, recipe) for recipe in _in_order(RECIPES, self._gemm_recipes())]
+        return [split for split in splits if split]
+
+    def _gemm_recipes(self) -> set[str]:
+        return {recipe for table in self.gemms.values() for recipe in table.recipes}
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What to be careful with: case ids, in the file's order except `imprecise`, where the worst comes first."""
+
+    imprecise: tuple[tuple[str, float | None], ...]  # stopped at the time limit: case, uncertainty of its median
+    launch_bound: tuple[str, ...]
+    failed: dict[str, tuple[str, ...]]  # reason -> cases
+    skipped: dict[str, int]  # reason -> how many cases
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A results file, understood. `gpu` is None where there was none."""
+
+    device: str
+    gpu: str | None
+    versions: dict[str, str]
+    measured: int
+    models: tuple[ModelReport, ...]
+    notes: Notes
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """numerator / denominator, or None when either is not known."""
+    return None if numerator is None or denominator is None else numerator / denominator
+
+
+def total(parts: Iterable[float | None]) -> float | None:
+    """The sum, or None when there is no part or one is not known."""
+    known = list(parts)
+    return None if not known or None in known else sum(known)  # type: ignore[arg-type]
+
+
+def analyse(results: Mapping[str, Any]) -> Analysis:
+    """Analyse a results file, parsed from JSON.
+
+    Raises ValueError, in one line, for something that is not a results file of this suite or of another schema.
+    """
+    suite = _suite_of(results)
+    not_measured = suite.get("not_measured") or []
+    layers, gemms = _measurements(results["benchmarks"])
+    models = suite["models"]
+    for model in (*(case.model for case in layers), *(case.model for case in gemms)):
+        if model not in models:
+            raise ValueError(f"results file: there are cases of model {model!r}, which suite.models lacks")
+    machine = results.get("machine_info") or {}
+    versions = machine.get("versions") or {}
+    return Analysis(
+        device=suite.get("device") or "cpu",
+        gpu=(machine.get("gpu") or {}).get("name"),
+        versions={name: str(version) for name, version in versions.items() if version},
+        measured=len(layers) + len(gemms),
+        models=tuple(_model_report(name, models[name], layers, gemms, not_measured) for name in models),
+        notes=_notes([*layers.values(), *gemms.values()], not_measured),
+    )
+
+
+def _suite_of(results: Any) -> Mapping[str, Any]:
+    suite = results.get("suite") if isinstance(results, Mapping) else None
+    if not isinstance(suite, Mapping):
+        raise ValueError("not a results file of this suite: it has no top-level object 'suite'")
+    if suite.get("schema") != SCHEMA:
+        raise ValueError(f"results file has schema {suite.get('schema')!r}; this report reads schema {SCHEMA}")
+    if not isinstance(results.get("benchmarks"), list) or not isinstance(suite.get("models"), Mapping):
+        raise ValueError("results file: 'benchmarks' must be a list and 'suite.models' an object")
+    return suite
+
+
+def _measurements(
+    benchmarks: Sequence[Mapping[str, Any]],
+) -> tuple[dict[LayerCase, Measurement[LayerCase]], dict[GemmCase, Measurement[GemmCase]]]:
+    """Layers and GEMMs that have a time. Benchmarks that are no cases of this suite are left out."""
+    layers: dict[LayerCase, Measurement[LayerCase]] = {}
+    gemms: dict[GemmCase, Measurement[GemmCase]] = {}
+    tables: dict[str, tuple[Any, Any]] = {"layer": (LayerCase, layers), "gemm": (GemmCase, gemms)}
+    for benchmark in benchmarks:
+        extra = benchmark.get("extra_info") or {}
+        if extra.get("kind") not in tables:
+            continue
+        kind, table = tables[extra["kind"]]
+        try:
+            measurement = _measurement(kind, extra, benchmark["stats"])
+        except (KeyError, TypeError, ValueError) as error:
+            problem = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"results file: benchmark {benchmark.get('name')!r}: {problem}") from None
+        if measurement.case in table:
+            raise ValueError(f"results file: case {measurement.case.id} is there twice")
+        table[measurement.case] = measurement
+    return layers, gemms
+
+
+def _measurement(kind: type[Case], extra: Mapping[str, Any], stats: Mapping[str, Any]) -> Measurement[Case]:
+    case = kind(**{axis: extra[axis] for axis in kind.axes})
+    for axis, known in KNOWN.items():
+        if axis in kind.axes and extra[axis] not in known:
+            raise ValueError(f"unknown {axis} {extra[axis]!r}; known: {', '.join(known)}")
+    median_s = float(stats["median"])
+    if not (math.isfinite(median_s) and median_s > 0):
+        raise ValueError(f"median {median_s} s is no time")
+    interval = extra.get("interval_s")
+    gemm = None
+    if isinstance(case, GemmCase):
+        gemm = Gemm(case.linear, case.pass_name, int(extra["m"]), int(extra["n"]), int(extra["k"]))
+    return Measurement(
+        case=case,
+        median_s=median_s,
+        interval_s=(float(interval[0]), float(interval[1])) if interval else None,
+        stopped=extra.get("stopped") or "",
+        launch_bound=bool(extra.get("launch_bound")),
+        gemm=gemm,
+    )
+
+
+def _model_report(
+    name: str,
+    entry: Mapping[str, Any],
+    layers: Mapping[LayerCase, Measurement[LayerCase]],
+    gemms: Mapping[GemmCase, Measurement[GemmCase]],
+    not_measured: Sequence[Mapping[str, Any]],
+) -> ModelReport:
+    config = _config(name, entry)
+    own_gemms = {case: found for case, found in gemms.items() if case.model == name}
+    tables: dict[str, GemmTable] = {}
+    if own_gemms:
+        group = layer_linears(config) if config else _given_shapes(name, own_gemms, not_measured)
+        candidates = {mode: _gemm_table(mode, group, own_gemms) for mode in MODES}
+        tables = {mode: table for mode, table in candidates.items() if table}
+    layer_table = _layer_table({case: found for case, found in layers.items() if case.model == name})
+    return ModelReport(name, config, layer_table, tables)
+
+
+def _config(name: str, entry: Mapping[str, Any]) -> ModelConfig | None:
+    """None for shapes given by hand: they have no hidden size. Keys that are no field are left out."""
+    if not entry.get("hidden_size"):
+        return None
+    known = {field.name: entry[field.name] for field in fields(ModelConfig) if field.name in entry}
+    try:
+        return ModelConfig(**(known | {"name": name}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"results file: model {name!r}: {error}") from None
+
+
+def _layer_table(measured: Mapping[LayerCase, Measurement[LayerCase]]) -> LayerTable | None:
+    """Rows are the combinations measured in any regime, so that one lost in the table's regime stays visible."""
+    regime = _first(LAYER_REGIMES, {case.regime for case in measured})
+    if regime is None:
+        return None
+    model = next(iter(measured)).model
+
+    def seconds(stage: str, recipe: str) -> Seconds:
+        cases = {name: LayerCase(model, stage, recipe, regime, name) for name in LAYER_PASSES}
+        return {name: measured[case].median_s if case in measured else None for name, case in cases.items()}
+
+    references = {stage: seconds(stage, REFERENCE_RECIPE)["forward_backward"] for stage in REFERENCE_STAGES}
+    slow_launches = {case for case, found in measured.items() if found.launch_bound and case.regime == regime}
+    rows = []
+    for stage in _in_order(STAGES, {case.stage for case in measured}):
+        for recipe in _in_order(RECIPES, {case.recipe for case in measured if case.stage == stage}):
+            times = seconds(stage, recipe)
+            speedups = {name: ratio(time, times["forward_backward"]) for name, time in references.items()}
+            slow = {case.pass_name for case in slow_launches if (case.stage, case.recipe) == (stage, recipe)}
+            rows.append(LayerRow(stage, recipe, times, speedups, frozenset(slow)))
+    return LayerTable(regime, tuple(rows))
+
+
+def _given_shapes(name: str, measured: Iterable[GemmCase], not_measured: Sequence[Mapping[str, Any]]) -> LinearGroup:
+    """Shapes given by hand, measured or not: each linear is named by its shape."""
+    ids = [case.id for case in measured] + [str(lost.get("case")) for lost in not_measured]
+    own = dict.fromkeys(id.rsplit("/", 1)[-1] for id in ids if id.startswith(f"{GemmCase.kind}/{name}/"))
+    return parse_shapes(",".join(own))
+
+
+def _gemm_table(mode: str, group: LinearGroup, measured: Mapping[GemmCase, Measurement[GemmCase]]) -> GemmTable | None:
+    """None when no recipe was measured in this mode."""
+    regime = _first(GEMM_REGIMES, {case.regime for case in measured})
+    if regime is None or not any((case.mode, case.regime) == (mode, regime) for case in measured):
+        return None
+
+    def find(recipe: str, gemm: Gemm) -> Measurement[GemmCase] | None:
+        in_mode = mode if RECIPES[recipe].quantized else MODES[0]
+        return measured.get(GemmCase(group.name, recipe, regime, in_mode, gemm.pass_name, gemm.linear))
+
+    rows = []
+    for planned in group.gemms():
+        found = {recipe: find(recipe, planned) for recipe in _in_order(RECIPES, {case.recipe for case in measured})}
+        # The shape that ran wins over the one that this version of the suite would run.
+        gemm = next((one.gemm for one in found.values() if one and one.gemm), planned)
+        slow = frozenset(recipe for recipe, one in found.items() if one and one.launch_bound)
+        rows.append(GemmRow(gemm, {recipe: one.median_s if one else None for recipe, one in found.items()}, slow))
+    shown = [recipe for recipe in rows[0].seconds if any(row.seconds[recipe] is not None for row in rows)]
+    return GemmTable(mode, regime, tuple(shown), tuple(rows), group.repeats)
+
+
+def _layer_s(table: GemmTable | None, recipe: str) -> float | None:
+    return table.layer_s(recipe) if table else None
+
+
+def _split(gemms: Mapping[str, GemmTable], recipe: str) -> GemmSplit | None:
+    autocast, prequantized = MODES
+    layer_s = {mode: _layer_s(gemms.get(mode), recipe) for mode in MODES}
+    complete = [mode for mode in (prequantized, autocast) if layer_s[mode] is not None]
+    if not complete:
+        return None
+    mode = complete[0]
+    pass_s = {name: gemms[mode].pass_s(name, recipe) or 0.0 for name in PASSES}
+    quantization_s = None if RECIPES[recipe].quantized else 0.0
+    if len(complete) == len(MODES):
+        quantization_s = layer_s[autocast] - layer_s[prequantized]  # type: ignore[operator]
+    return GemmSplit(recipe, mode, pass_s, quantization_s)
+
+
+def _notes(measured: Sequence[Measurement[Any]], not_measured: Sequence[Mapping[str, Any]]) -> Notes:
+    imprecise = [(found.case.id, found.uncertainty) for found in measured if found.stopped == "max_time"]
+    failed: dict[str, tuple[str, ...]] = {}
+    for lost in _with_outcome("failed", not_measured):
+        reason = _reason(lost)
+        failed[reason] = (*failed.get(reason, ()), str(lost.get("case")))
+    return Notes(
+        imprecise=tuple(sorted(imprecise, key=lambda one: -math.inf if one[1] is None else -one[1])),
+        launch_bound=tuple(found.case.id for found in measured if found.launch_bound),
+        failed=failed,
+        skipped=dict(Counter(map(_reason, _with_outcome("skipped", not_measured))).most_common()),
+    )
+
+
+def _with_outcome(outcome: str, not_measured: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [lost for lost in not_measured if lost.get("outcome") == outcome]
+
+
+def _reason(lost: Mapping[str, Any]) -> str:
+    """The reason on one line."""
+    return " ".join(str(lost.get("reason") or "no reason given").split())
+
+
+def _first(preferred: Sequence[str], there: set[str]) -> str | None:
+    return next((name for name in preferred if name in there), None)
+
+
+def _in_order(table: Iterable[str], there: set[str]) -> list[str]:
+    """Names in the table's order."""
+    return [name for name in table if name in there]

@@ -1,0 +1,330 @@
+"""An analysis as tables for a terminal: plain ASCII, legible without colour."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+from typing import NamedTuple
+
+from benches.report.analysis import (
+    REFERENCE_RECIPE,
+    REFERENCE_STAGES,
+    Analysis,
+    GemmTable,
+    LayerTable,
+    ModelReport,
+    Notes,
+)
+from shapes.cases import LAYER_PASSES, MODES
+from shapes.gemms import PASSES
+from shapes.recipes import RECIPES
+
+NO_RICH = "`pip install rich` shows the results as tables here"
+CPU_NOTICE = "CPU times: PyTorch layers and emulated recipes; they say nothing about a GPU"
+MODE_MEANING = {
+    "autocast": "GEMMs with the quantizations done for them",
+    "prequantized": "GEMMs alone, operands quantized beforehand",
+}
+UNITS = {"us": 1e6, "ms": 1e3}  # per second
+DASH = "-"
+MARK = "*"  # launch-bound
+TIME_DIGITS = 4  # the median of a time is known to about 0.25 %
+RATIO_DIGITS = 3
+NARROW = 90  # below it, columns of a table stand one blank apart instead of two
+
+
+class Cell(NamedTuple):
+    """A number, whether it is of a launch-bound case, and a speedup or nothing."""
+
+    number: str
+    marked: bool = False
+    speedup: str = ""
+
+
+class Line(NamedTuple):
+    """A line of a table: its labels, then its numbers. `total` lines are sums of others."""
+
+    labels: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    total: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where tables are printed: columns, and whether escape codes may be used."""
+
+    width: int
+    color: bool
+
+    @property
+    def gap(self) -> int:
+        """Blanks between two columns of a table."""
+        return 1 if self.width < NARROW else 2
+
+    def wrap(self, text: str, indent: str = "") -> str:
+        """Text in lines that fit, all but the first indented. Long words, as case ids, are not cut."""
+        return textwrap.fill(text, self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def significant(value: float | None, digits: int) -> str:
+    """The value with that many significant digits, never in exponent form; a dash for None."""
+    if value is None:
+        return DASH
+    exponent = int(f"{value:.{digits - 1}e}".split("e")[1])  # of the rounded value: 9.9999 has that of 10.00
+    decimals = digits - 1 - exponent
+    return f"{round(value, decimals):.{max(decimals, 0)}f}"
+
+
+def times(ratio: float | None) -> str:
+    """A speedup, as `1.98x`."""
+    return DASH if ratio is None else f"{significant(ratio, RATIO_DIGITS)}x"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction, as `12.3 %`."""
+    return DASH if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def unit_for(seconds: Iterable[float | None]) -> str:
+    """The unit in which to print these times: that of the longest."""
+    return "ms" if max((time for time in seconds if time), default=0.0) >= 1e-3 else "us"
+
+
+def device_line(analysis: Analysis) -> str:
+    """What the times are of: the GPU and the versions, or that they are only of a CPU."""
+    device = CPU_NOTICE if analysis.device == "cpu" else analysis.gpu or "unknown GPU"
+    return ", ".join([device, *(f"{name} {version}" for name, version in analysis.versions.items())])
+
+
+def model_line(model: ModelReport) -> str:
+    """A model's name and the sizes that decide its times."""
+    config = model.config
+    if config is None:
+        return f"{model.name} given by hand"
+    return (
+        f"{model.name}: {config.micro_batch_size} x {config.sequence_length} = {config.tokens} tokens, "
+        f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, "
+        f"{config.num_attention_heads} heads, {config.num_hidden_layers} layers"
+    )
+
+
+def render(analysis: Analysis, width: int | None = None, color: bool = False) -> str:
+    """The tables and notes as text of at most `width` columns (default: the terminal's; made for 80 and more).
+
+    Without `color` it has no escape codes. Without rich installed it is one line that says what to install.
+    """
+    try:
+        import rich.table  # noqa: F401
+    except ImportError:
+        return NO_RICH + "\n"
+    page = Page(width or shutil.get_terminal_size((120, 24)).columns, color)
+    blocks = [_heading(analysis, page)]
+    for model in analysis.models:
+        blocks.append(_model_heading(model, page))
+        if model.layers:
+            blocks.append(_layer_table(model.layers, page))
+        for mode in (mode for mode in MODES if mode in model.gemms):
+            blocks += _gemm_tables(model, model.gemms[mode], page)
+    blocks += _notes(analysis.notes, page)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _heading(analysis: Analysis, page: Page) -> str:
+    failed = sum(map(len, analysis.notes.failed.values()))
+    counts = {"measured": analysis.measured, "failed": failed, "skipped": sum(analysis.notes.skipped.values())}
+    summary = "Cases: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    return f"{page.wrap(device_line(analysis))}\n{summary}"
+
+
+def _model_heading(model: ModelReport, page: Page) -> str:
+    text = page.wrap(model_line(model))
+    rule = "=" * max(map(len, text.splitlines()))
+    nothing = "" if model.layers or model.gemms else "\nNo case of this model has a time."
+    return f"{text}\n{rule}{nothing}"
+
+
+def _layer_table(table: LayerTable, page: Page) -> str:
+    unit = unit_for(time for row in table.rows for time in row.seconds.values())
+    lines, ends = [], set()
+    for index, row in enumerate(table.rows):
+        passes = [
+            Cell(significant(_scaled(row.seconds[name], unit), TIME_DIGITS), name in row.launch_bound)
+            for name in LAYER_PASSES
+        ]
+        speedups = [Cell(times(row.speedups[stage])) for stage in REFERENCE_STAGES]
+        lines.append(Line((row.stage, row.recipe), (*passes, *speedups)))
+        if row.stage != (table.rows[index - 1].stage if index else row.stage):
+            ends.add(index - 1)
+    headers = [
+        "stage",
+        "recipe",
+        *(f"{name.replace('_', '_~')}~{unit}" for name in LAYER_PASSES),
+        *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in REFERENCE_STAGES),
+    ]
+    title = f"Layer in {unit}, regime {table.regime}. Speedups: of forward_backward over {REFERENCE_RECIPE} stages."
+    return _table(title, headers, lines, ends, page)
+
+
+def _gemm_tables(model: ModelReport, table: GemmTable, page: Page) -> list[str]:
+    """One table, or several with some of the recipes each where the page is too narrow for all."""
+    unit = unit_for(time for row in table.rows for time in row.seconds.values())
+    lines, ends = _gemm_lines(model, table, unit)
+    title = f"{table.mode}: {MODE_MEANING[table.mode]}, in {unit}, regime {table.regime}."
+    if REFERENCE_RECIPE in table.recipes:
+        title += f" x: speedup over {REFERENCE_RECIPE}."
+    headers = [recipe.replace("_", "~") for recipe in table.recipes]
+    columns = _columns([line.cells for line in lines])
+    widths = [
+        page.gap + max(map(len, [*header.split("~"), *column])) for header, column in zip(headers, columns, strict=True)
+    ]
+    labels = sum(page.gap + max(len(line.labels[side]) for line in lines) for side in (0, 1)) - page.gap
+    parts = _parts(widths, page.width - labels)
+    texts = []
+    for number, part in enumerate(parts, start=1):
+        partial_lines = [line._replace(cells=tuple(line.cells[index] for index in part)) for line in lines]
+        part_title = f"{title} Part {number} of {len(parts)}." if len(parts) > 1 else title
+        texts.append(
+            _table(part_title, ["GEMM", "M x K x N", *(headers[index] for index in part)], partial_lines, ends, page)
+        )
+    return texts
+
+
+def _gemm_lines(model: ModelReport, table: GemmTable, unit: str) -> tuple[list[Line], set[int]]:
+    """The lines of a GEMM table and the indices of those that end a section."""
+    lines: list[Line] = []
+    ends: set[int] = set()
+    line = partial(_time_line, table)
+    for name in PASSES:
+        for row in (row for row in table.rows if row.gemm.pass_name == name):
+            labels = (f"{name} {row.gemm.linear}", row.gemm.mkn)
+            lines.append(line(labels, row.seconds.get, unit, marked=row.launch_bound))
+        lines.append(line((name, "sum"), partial(table.pass_s, name), unit, total=True))
+        ends.add(len(lines) - 1)
+    lines.append(line(("layer", "sum"), table.layer_s, unit, total=True))
+    if table.repeats > 1:
+        lines.append(line((f"{table.repeats} layers", "in ms"), table.model_s, "ms", total=True))
+    rates = tuple(Cell(significant(table.layer_tflops(recipe), RATIO_DIGITS)) for recipe in table.recipes)
+    lines.append(Line(("layer", "TFLOP/s"), rates))
+    if table.mode == MODES[0] and len(model.gemms) == len(MODES):
+        shares = tuple(
+            Cell(percent(model.quantization_share(recipe)) if RECIPES[recipe].quantized else "")
+            for recipe in table.recipes
+        )
+        lines.append(Line(("quantization", "share"), shares))
+    return lines, ends
+
+
+def _time_line(
+    table: GemmTable,
+    labels: tuple[str, str],
+    seconds: Callable[[str], float | None],
+    unit: str,
+    marked: frozenset[str] = frozenset(),
+    total: bool = False,
+) -> Line:
+    """A line of times per recipe with their speedups; `seconds` gives a recipe's time."""
+    cells = tuple(
+        Cell(
+            significant(_scaled(seconds(recipe), unit), TIME_DIGITS),
+            recipe in marked,
+            times(table.speedup(seconds, recipe)) if _has_speedup(table, recipe) else "",
+        )
+        for recipe in table.recipes
+    )
+    return Line(labels, cells, total)
+
+
+def _has_speedup(table: GemmTable, recipe: str) -> bool:
+    return recipe != REFERENCE_RECIPE and REFERENCE_RECIPE in table.recipes
+
+
+def _scaled(seconds: float | None, unit: str) -> float | None:
+    return None if seconds is None else seconds * UNITS[unit]
+
+
+def _columns(rows: Sequence[Sequence[Cell]]) -> list[list[str]]:
+    """Each column's cells as text, numbers, marks and speedups below each other."""
+    columns = []
+    for cells in zip(*rows, strict=True):
+        number, speedup = (max(len(cell[part]) for cell in cells) for part in (0, 2))
+        mark = any(cell.marked for cell in cells)
+        columns.append(
+            [
+                cell.number.rjust(number)
+                + (MARK if cell.marked else " " if mark else "")
+                + (f" {cell.speedup.rjust(speedup)}" if speedup else "")
+                for cell in cells
+            ]
+        )
+    return columns
+
+
+def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Indices of columns in groups of at most `room` columns of text; a group has one at least."""
+    parts: list[list[int]] = [[]]
+    for index, width in enumerate(widths):
+        if parts[-1] and sum(widths[one] for one in parts[-1]) + width > room:
+            parts.append([])
+        parts[-1].append(index)
+    return parts
+
+
+def _table(title: str, headers: Sequence[str], lines: Sequence[Line], ends: set[int], page: Page) -> str:
+    """A table below its title. `~` breaks a header's line; `ends` are lines with a rule below them."""
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+
+    rules = Box("    \n    \n -- \n    \n -- \n -- \n    \n    \n", ascii=True)  # below header and sections only
+    table = Table(box=rules, show_edge=False, padding=(0, page.gap - 1, 0, 0), pad_edge=False, header_style="bold")
+    left = len(lines[0].labels)
+    columns = _columns([line.cells for line in lines])
+    for index, header in enumerate(headers):
+        # Padded by hand: right justification would strip the blanks that keep marks and speedups below each other.
+        size = 0 if index < left else max(map(len, [*header.split("~"), *columns[index - left]]))
+        padded = "\n".join(part.rjust(size) for part in header.split("~"))
+        table.add_column(padded, no_wrap=True, vertical="bottom", min_width=size)
+    for index, line in enumerate(lines):
+        cells = (*line.labels, *(column[index] for column in columns))
+        table.add_row(*cells, style="bold" if line.total else None, end_section=index in ends)
+    stream = StringIO()
+    colors = "standard" if page.color else None
+    console = Console(
+        file=stream,
+        width=page.width,
+        force_terminal=page.color,
+        color_system=colors,  # type: ignore[arg-type]
+        legacy_windows=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    console.print(page.wrap(title), style="bold")
+    console.print(table)
+    return "\n".join(text.rstrip() for text in stream.getvalue().rstrip().splitlines())
+
+
+def _notes(notes: Notes, page: Page) -> list[str]:
+    """Paragraphs, none for what did not happen."""
+    paragraphs = []
+    if notes.launch_bound:
+        paragraphs.append(
+            f"{MARK} {len(notes.launch_bound)} launch-bound cases: the host takes longer to launch the work than the "
+            "GPU to do it, so in training the host sets their pace."
+        )
+    if notes.imprecise:
+        case, uncertainty = notes.imprecise[0]
+        worst = f"unknown, {case}" if uncertainty is None else f"{significant(100 * uncertainty, 2)} % of {case}"
+        paragraphs.append(
+            f"{len(notes.imprecise)} cases ran into the time limit before the 95 % interval of their median was as "
+            f"narrow as asked. Worst: {worst}."
+        )
+    for reason, cases in notes.failed.items():
+        paragraphs.append("\n".join([f"{len(cases)} failed: {reason}", *(f"  {case}" for case in cases)]))
+    if notes.skipped:
+        paragraphs.append("\n".join(f"{count} skipped: {reason}" for reason, count in notes.skipped.items()))
+    return ["\n".join(page.wrap(line, "  ") for line in paragraph.splitlines()) for paragraph in paragraphs]

@@ -1,0 +1,51 @@
+"""Every command-line option of the suite, and what is built from them."""
+
+from __future__ import annotations
+
+import pytest
+
+from benches.harness import device as devices
+from benches.harness.stash import RESULTS, SELECTION
+from shapes.cases import MODES
+from shapes.models import HYPERPARAMETERS
+from shapes.selection import select
+
+pytest_plugins = ["benches.harness.plugin"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options; their help says what they take."""
+    group = parser.getgroup("Transformer Engine suite")
+    add = group.addoption
+    add("--device", choices=("auto", *devices.DEVICES), default="auto", help="auto: the GPU if it and TE are there")
+    add("--model", action="append", default=[], metavar="NAME", help="model to measure; repeatable (python -m shapes lists them)")
+    add("--stage", action="append", default=[], metavar="NAME", help="stage to measure, from torch to te_layer; repeatable")
+    add("--recipe", action="append", default=[], metavar="NAME", help="precision recipe to measure; repeatable")
+    for name in HYPERPARAMETERS:
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name} of the models, or of a new one")
+    add("--shapes", metavar="MxKxN,...", help="linears to measure: tokens x in_features x out_features")
+    add("--pre-quantize", action="store_true", help="GEMMs alone, quantized beforehand; default: with and without")
+    add("--no-fp8", action="store_true", help="leave out mxfp8")
+    add("--no-fp4", action="store_true", help="leave out nvfp4")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turn options into a selection, or end with one line that says what is wrong."""
+    option = config.getoption
+    device = option("device")
+    if device == "auto":
+        device = "cpu" if devices.why_not_cuda() else "cuda"
+    try:
+        config.stash[SELECTION] = select(
+            device=device,
+            models=option("model"),
+            hyperparameters={name: option(name) for name in HYPERPARAMETERS},
+            shapes=option("shapes"),
+            stages=option("stage"),
+            recipes=option("recipe"),
+            without=[recipe for recipe, flag in (("mxfp8", "no_fp8"), ("nvfp4", "no_fp4")) if option(flag)],
+            modes=MODES[1:] if option("pre_quantize") else MODES,
+        )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[RESULTS] = {"benchmarks": [], "not_measured": []}

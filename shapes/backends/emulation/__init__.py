@@ -1,0 +1,1 @@
+"""The quantized recipes in plain torch, on any device: formats and rounding, scaling, the linear and its GEMMs."""

@@ -1,0 +1,444 @@
+"""The one file that knows Transformer Engine: recipes, layers, single GEMMs, support, and what was executed.
+
+Supports TE 2.9 and newer. TE is imported at the time of use, since its import needs a GPU.
+Names starting with an underscore are TE's own, where it offers no public way; `correctness/test_te.py` pins them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shapes.backends import torch_layers
+from shapes.backends.torch_layers import Parts
+from shapes.gemms import PASSES, Linear
+from shapes.models import ModelConfig
+from shapes.recipes import TENSOR, Recipe
+from shapes.stages import Stage
+
+# recipe id -> class in transformer_engine.common.recipe, and te's query for support
+_RECIPES = {
+    "fp8_delayed_scaling": ("DelayedScaling", "is_fp8_available"),
+    "fp8_current_scaling": ("Float8CurrentScaling", "is_fp8_available"),
+    "fp8_block_scaling": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
+    "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
+}
+
+# hidden_act -> TE's names for a plain and for a gated MLP
+_ACTIVATIONS = {
+    "gelu_pytorch_tanh": ("gelu", "geglu"),
+    "silu": ("silu", "swiglu"),
+    "relu": ("relu", "reglu"),
+    "relu2": ("srelu", "sreglu"),
+    "quick_gelu": ("qgelu", "qgeglu"),
+}
+
+# Fast accumulation in fprop, exact in the gradients: _2X_ACC_* in TE's module/base.py. Block scaling is always exact.
+_SPLIT_ACCUMULATOR = {"fprop": False, "dgrad": True, "wgrad": True}
+
+_FUSED_PATHS = {
+    "input_norm.weight": "norm_qkv.layer_norm_weight",
+    "input_norm.bias": "norm_qkv.layer_norm_bias",
+    "qkv.weight": "norm_qkv.weight",
+    "qkv.bias": "norm_qkv.bias",
+    "attn_out.weight": "attn_out.weight",
+    "attn_out.bias": "attn_out.bias",
+    "post_attention_norm.weight": "norm_mlp.layer_norm_weight",
+    "post_attention_norm.bias": "norm_mlp.layer_norm_bias",
+    "mlp_up.weight": "norm_mlp.fc1_weight",
+    "mlp_up.bias": "norm_mlp.fc1_bias",
+    "mlp_down.weight": "norm_mlp.fc2_weight",
+    "mlp_down.bias": "norm_mlp.fc2_bias",
+}
+_LAYER_PARTS = {
+    "norm_qkv.": "layer.self_attention.layernorm_qkv.",
+    "attn_out.": "layer.self_attention.proj.",
+    "norm_mlp.": "layer.layernorm_mlp.",
+}
+
+
+def _layer_path(path: str) -> str:
+    part = next(part for part in _LAYER_PARTS if path.startswith(part))
+    return _LAYER_PARTS[part] + path.removeprefix(part)
+
+
+_LAYER_PATHS = {name: _layer_path(path) for name, path in _FUSED_PATHS.items()}
+
+
+@cache
+def _te() -> Any:
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+def _tex() -> Any:
+    _te()  # it loads the libraries that the extension needs
+    import transformer_engine_torch as tex
+
+    return tex
+
+
+@cache
+def unsupported_reason(recipe: str) -> str | None:
+    """Why this machine's Transformer Engine cannot run a recipe, in its own words where it gives some; None if it can."""
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs a GPU, and PyTorch sees none"
+    try:
+        te = _te()
+    except Exception as error:  # a broken installation raises anything
+        return f"Transformer Engine cannot be imported: {type(error).__name__}: {error}"
+    if recipe not in _RECIPES:
+        return None
+    class_name, query = _RECIPES[recipe]
+    import transformer_engine.common.recipe as recipes
+
+    if not hasattr(recipes, class_name) or not hasattr(te, query):
+        return f"this Transformer Engine ({version()}) has no {class_name}; 2.9 and newer have it"
+    supported, reason = getattr(te, query)(return_reason=True)
+    return None if supported else reason or f"{query}() is false"
+
+
+def version() -> str:
+    """Transformer Engine's version."""
+    import transformer_engine
+
+    return str(transformer_engine.__version__)
+
+
+def te_recipe(recipe: Recipe) -> Any:
+    """A new recipe object of TE with TE's defaults. Attention may change the object, so it is never shared."""
+    import transformer_engine.common.recipe as recipes
+
+    return getattr(recipes, _RECIPES[recipe.id][0])()
+
+
+def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[Any]]:
+    """A maker of the context for a forward pass in this recipe: the same recipe object in every step."""
+    te = _te()
+    te_object = te_recipe(recipe) if recipe.quantized else None
+    return lambda: te.autocast(enabled=recipe.quantized, recipe=te_object)
+
+
+# --- layers ----------------------------------------------------------------------------------------------------
+
+
+def _attention(config: ModelConfig) -> torch_layers.Attention:
+    module = _te().DotProductAttention(
+        config.num_attention_heads,
+        config.head_dim,
+        num_gqa_groups=config.num_key_value_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type=config.attn_mask_type,
+    )
+    return module
+
+
+def _rope_angles(config: ModelConfig) -> Tensor | None:
+    if not config.rope_theta:
+        return None
+    embedding = _te().RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
+    return embedding(config.sequence_length)
+
+
+def _rope(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    angles = _rope_angles(config)
+    if angles is None:
+        return lambda x: x
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    return lambda x: apply_rotary_pos_emb(x, angles, tensor_format="bshd", fused=True)
+
+
+def _fused_parts(config: ModelConfig, dtype: torch.dtype, device: str) -> Parts:
+    te = _te()
+    common: dict[str, Any] = dict(bias=config.bias, params_dtype=dtype, device=device)
+    norm: dict[str, Any] = dict(eps=config.norm_eps, normalization=config.normalization)
+    qkv_size = config.query_size + 2 * config.key_value_size
+    return Parts(
+        norm_qkv=te.LayerNormLinear(config.hidden_size, qkv_size, **norm, **common),
+        attn_out=te.Linear(config.query_size, config.hidden_size, **common),
+        norm_mlp=te.LayerNormMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=_ACTIVATIONS[config.hidden_act][config.gated_mlp],
+            **norm,
+            **common,
+        ),
+        attention=_attention(config),
+        rope=_rope(config),
+    )
+
+
+class _TransformerLayer(nn.Module):
+    """te.TransformerLayer with its rotary embedding: (b, s, hidden) -> (b, s, hidden)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.angles = _rope_angles(config)
+        self.layer = _te().TransformerLayer(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            num_gqa_groups=config.num_key_value_heads,
+            kv_channels=config.head_dim,
+            layernorm_epsilon=config.norm_eps,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            self_attn_mask_type=config.attn_mask_type,
+            normalization=config.normalization,
+            activation=_ACTIVATIONS[config.hidden_act][config.gated_mlp],
+            bias=config.bias,
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attn_input_format="bshd",
+            params_dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, rotary_pos_emb=self.angles)
+
+
+def build(config: ModelConfig, stage: Stage, recipe: Recipe, device: str) -> tuple[nn.Module, dict[str, str]]:
+    """A stage made of TE's modules, and where its weights lie (name -> path of the parameter)."""
+    te = _te()
+    dtype = getattr(torch, recipe.compute_dtype)
+    if stage.fused == "layer":
+        return _TransformerLayer(config, dtype, device), _LAYER_PATHS
+    if stage.fused == "modules":
+        return torch_layers.Layer(config, _fused_parts(config, dtype, device)), _FUSED_PATHS
+    uses_te_attention = stage.attention == "te"
+    parts = torch_layers.split_parts(
+        config,
+        norm=lambda: getattr(te, config.normalization)(
+            config.hidden_size, eps=config.norm_eps, dtype=dtype, device=device
+        ),
+        linear=lambda i, o: te.Linear(i, o, bias=config.bias, params_dtype=dtype, device=device),
+        attention=_attention(config) if uses_te_attention else torch_layers.ATTENTIONS[stage.attention](config),
+        rope=_rope(config) if uses_te_attention else torch_layers.rotary_embedding(config, device, dtype),
+    )
+    return torch_layers.Layer(config, parts), torch_layers.WEIGHT_PATHS
+
+
+# --- single GEMMs ----------------------------------------------------------------------------------------------
+
+
+def _delayed_quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
+    """A scale as delayed scaling has it once its history has seen the data: largest finite value / amax."""
+    largest = {"e4m3": 448.0, "e5m2": 57344.0}[getattr(recipe, role).element]
+    scale = (largest / data.abs().max().float()).reshape(1)
+    return _te().Float8Quantizer(scale, torch.zeros_like(scale), _fp8_dtype(recipe, role))
+
+
+def _current_quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
+    return _te().Float8CurrentScalingQuantizer(_fp8_dtype(recipe, role), data.device)
+
+
+def _block_quantizer(recipe: Recipe, role: str, _: Tensor) -> Any:
+    dimensions = 2 if getattr(recipe, role).block == (128, 128) else 1
+    return _te().Float8BlockQuantizer(
+        _fp8_dtype(recipe, role), rowwise=True, columnwise=True, block_scaling_dim=dimensions
+    )
+
+
+def _mxfp8_quantizer(recipe: Recipe, role: str, _: Tensor) -> Any:
+    return _te().MXFP8Quantizer(_fp8_dtype(recipe, role))
+
+
+def _nvfp4_quantizer(_: Recipe, role: str, __: Tensor) -> Any:
+    options = {
+        "activation": dict(with_rht=True, with_post_rht_amax=True),
+        "weight": dict(with_2d_quantization=True),
+        "gradient": dict(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True),
+    }
+    return _te().NVFP4Quantizer(**options[role])
+
+
+_QUANTIZERS: dict[str, Callable[[Recipe, str, Tensor], Any]] = {
+    "fp8_delayed_scaling": _delayed_quantizer,
+    "fp8_current_scaling": _current_quantizer,
+    "fp8_block_scaling": _block_quantizer,
+    "mxfp8": _mxfp8_quantizer,
+    "nvfp4": _nvfp4_quantizer,
+}
+
+
+def _fp8_dtype(recipe: Recipe, role: str) -> Any:
+    dtypes = _tex().DType
+    return {"e4m3": dtypes.kFloat8E4M3, "e5m2": dtypes.kFloat8E5M2}[getattr(recipe, role).element]
+
+
+def quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
+    """The quantizer that TE's modules use for `activation`, `weight` or `gradient`, row- and column-wise."""
+    result = _QUANTIZERS[recipe.id](recipe, role, data)
+    result.internal = True  # as the modules do: plain storage, no autograd
+    if hasattr(result, "optimize_for_gemm"):  # TE 2.12: scales in the layout of the GEMM
+        result.optimize_for_gemm = True
+    return result
+
+
+@cache
+def _gemm_function() -> Callable[..., Any]:
+    """TE's general_gemm without its workspace argument, which TE 2.10 dropped."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    if "workspace" not in inspect.signature(general_gemm).parameters:
+        return general_gemm
+    from transformer_engine.pytorch.module.base import get_workspace
+
+    return lambda a, b, **options: general_gemm(a, b, get_workspace(), **options)
+
+
+class TeGemms:
+    """The GEMMs of one linear as te.Linear calls them, and the quantizations around them, each step alone.
+
+    x is (tokens, in), w (out, in), dy (tokens, out); the results are (tokens, out), (tokens, in), (out, in). Outputs and
+    quantized operands keep their memory, so that every round has the same addresses. Quantize before the first GEMM.
+    """
+
+    def __init__(self, linear: Linear, recipe: Recipe, device: str, seed: int = 0) -> None:
+        self.recipe, self.dtype = recipe, getattr(torch, recipe.compute_dtype)
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(rows: int, columns: int, deviation: float) -> Tensor:
+            data = torch.randn(rows, columns, generator=generator, device=device, dtype=self.dtype)
+            return data.mul_(deviation)
+
+        data = {
+            "activation": normal(linear.tokens, linear.in_features, 1.0),
+            "weight": normal(linear.out_features, linear.in_features, 0.02),
+            "gradient": normal(linear.tokens, linear.out_features, 1e-3),
+        }
+        self.data, self.operands = data, dict(data)
+        self.outputs = {
+            name: torch.empty(gemm.m, gemm.n, device=device, dtype=self.dtype)
+            for name, gemm in ((name, linear.gemm(name)) for name in PASSES)
+        }
+        self.quantizers = {role: quantizer(recipe, role, data[role]) for role in data} if recipe.quantized else {}
+        for role, maker in self.quantizers.items():
+            self.operands[role] = maker(data[role])
+
+    def _quantize(self, role: str) -> None:
+        _tex().quantize(self.data[role], self.quantizers[role], self.operands[role], None)
+
+    def quantize_x(self) -> None:
+        """The activation, row- and column-wise."""
+        self._quantize("activation")
+
+    def quantize_w(self) -> None:
+        """The weight, row- and column-wise."""
+        self._quantize("weight")
+
+    def quantize_dy(self) -> None:
+        """The output's gradient, row- and column-wise."""
+        self._quantize("gradient")
+
+    def _gemm(self, pass_name: str, a: str, b: str, layout: str) -> Tensor:
+        _gemm_function()(
+            self.operands[a],
+            self.operands[b],
+            out_dtype=self.dtype,
+            layout=layout,
+            out=self.outputs[pass_name],
+            use_split_accumulator=_SPLIT_ACCUMULATOR[pass_name] or self.recipe.weight.block not in (None, TENSOR),
+            grad=pass_name != "fprop",
+        )
+        return self.outputs[pass_name]
+
+    def fprop(self) -> Tensor:
+        """y = x w^T."""
+        return self._gemm("fprop", "weight", "activation", "TN")
+
+    def dgrad(self) -> Tensor:
+        """dx = dy w."""
+        return self._gemm("dgrad", "weight", "gradient", "NN")
+
+    def wgrad(self) -> Tensor:
+        """dw = dy^T x."""
+        return self._gemm("wgrad", "activation", "gradient", "NT")
+
+
+# --- what was executed -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExecutedGemm:
+    """A GEMM that TE ran: sizes as in shapes.gemms.Gemm, operands as Recipe.gemm_operands orders and prints them."""
+
+    pass_name: str
+    m: int
+    n: int
+    k: int
+    operands: tuple[str, str]
+    accumulate: bool
+    split_accumulator: bool
+
+
+_LAYOUT_PASSES = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+_PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def operand_format(tensor: Any) -> str:
+    """`bf16`, `e4m3`, `e4m3:1x128`, `e4m3:128x128`, `e4m3:1x32`, `e2m1:1x16`, `e2m1:16x16`: see recipes.Operand."""
+    kind = type(tensor).__name__
+    if isinstance(tensor, Tensor) and not hasattr(tensor, "_quantizer"):
+        return _PLAIN_FORMATS.get(tensor.dtype, str(tensor.dtype))
+    if "NVFP4" in kind:
+        two_dimensional = getattr(getattr(tensor, "_quantizer", None), "with_2d_quantization", False)
+        return "e2m1:16x16" if two_dimensional else "e2m1:1x16"
+    element = "e5m2" if "E5M2" in str(tensor._fp8_dtype) else "e4m3"
+    if "Blockwise" in kind:
+        return f"{element}:128x128" if tensor._is_2D_scaled else f"{element}:1x128"
+    return f"{element}:1x32" if "MXFP8" in kind else element
+
+
+def _rows_and_columns(tensor: Any) -> tuple[int, int]:
+    sizes = tuple(tensor.size())
+    rows = 1
+    for size in sizes[:-1]:
+        rows *= size
+    return rows, sizes[-1]
+
+
+def _executed(a: Any, transposed_a: bool, b: Any, transposed_b: bool, rest: tuple[Any, ...]) -> ExecutedGemm:
+    (rows_a, columns_a), (rows_b, columns_b) = _rows_and_columns(a), _rows_and_columns(b)
+    m, k = (columns_b, rows_b) if transposed_b else (rows_b, columns_b)
+    return ExecutedGemm(
+        pass_name=_LAYOUT_PASSES[transposed_a, transposed_b],
+        m=m,
+        n=rows_a if transposed_a else columns_a,
+        k=k,
+        operands=(operand_format(b), operand_format(a)),
+        accumulate=rest[-2],
+        split_accumulator=rest[-1],
+    )
+
+
+@contextmanager
+def record_gemms() -> Iterator[list[ExecutedGemm]]:
+    """Collect every GEMM that TE's modules execute inside the block, in order.
+
+    It wraps transformer_engine_torch.generic_gemm, through which all of them go.
+    """
+    tex = _tex()
+    original, seen = tex.generic_gemm, []
+
+    def recording(a: Any, ta: bool, b: Any, tb: bool, *rest: Any, **options: Any) -> Any:
+        seen.append(_executed(a, ta, b, tb, rest))
+        return original(a, ta, b, tb, *rest, **options)
+
+    tex.generic_gemm = recording
+    try:
+        yield seen
+    finally:
+        tex.generic_gemm = original

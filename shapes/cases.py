@@ -1,0 +1,115 @@
+"""What is measured: model x stage x recipe x pass x regime -> Case, its id, and whether it can run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shapes.gemms import PASSES, LinearGroup
+from shapes.recipes import RECIPES
+from shapes.stages import STAGES
+
+LAYER_PASSES = ("forward", "backward", "forward_backward")
+MODES = ("autocast", "prequantized")
+
+# How rounds follow each other. `rested`: the GPU idles before each short batch, so that its power limit does not
+# matter. `sustained` and `in_layer`: back to back, as in training, a layer as a whole and its GEMMs one by one.
+LAYER_REGIMES = {"cuda": ("rested", "sustained"), "cpu": ("sustained",)}
+GEMM_REGIMES = {"cuda": ("rested", "in_layer"), "cpu": ("in_layer",)}
+
+
+class _Case:
+    kind: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The case's value on each of its axes."""
+        return tuple(getattr(self, axis) for axis in self.axes)
+
+    @property
+    def id(self) -> str:
+        """The case's name in every file, independent of the test that measures it."""
+        return "/".join((self.kind, *self.values))
+
+
+@dataclass(frozen=True)
+class LayerCase(_Case):
+    """The time of one pass of one layer."""
+
+    kind = "layer"
+    axes = ("model", "stage", "recipe", "regime", "pass_name")
+
+    model: str
+    stage: str
+    recipe: str
+    regime: str
+    pass_name: str
+
+
+@dataclass(frozen=True)
+class GemmCase(_Case):
+    """The time of one GEMM: alone (prequantized), or with the quantizations done for it (autocast).
+
+    Without quantization both would be the same, and the only mode is autocast.
+    """
+
+    kind = "gemm"
+    axes = ("model", "recipe", "regime", "mode", "pass_name", "linear")
+
+    model: str
+    recipe: str
+    regime: str
+    mode: str
+    pass_name: str
+    linear: str
+
+
+def layer_cases(model: str, stages: Sequence[str], recipes: Sequence[str], device: str) -> Iterator[LayerCase]:
+    """Cases of a model's layer. On a GPU, PyTorch's stages have no quantized recipes; on a CPU they emulate them."""
+    for stage in stages:
+        for recipe in recipes:
+            if device == "cuda" and STAGES[stage].backend == "torch" and RECIPES[recipe].quantized:
+                continue
+            for regime in LAYER_REGIMES[device]:
+                for pass_name in LAYER_PASSES:
+                    yield LayerCase(model, stage, recipe, regime, pass_name)
+
+
+def gemm_cases(group: LinearGroup, recipes: Sequence[str], modes: Sequence[str], device: str) -> Iterator[GemmCase]:
+    """Cases of a group's GEMMs."""
+    for recipe in recipes:
+        for regime in GEMM_REGIMES[device]:
+            for mode in modes if RECIPES[recipe].quantized else MODES[:1]:
+                for pass_name in PASSES:
+                    for linear in group.linears:
+                        yield GemmCase(group.name, recipe, regime, mode, pass_name, linear.name)
+
+
+def support(
+    recipe: str,
+    group: LinearGroup,
+    device: str,
+    stage: str | None = None,
+    te_reason: Callable[[str], str | None] | None = None,
+) -> str | None:
+    """Why a recipe cannot run on these linears here, in words a person can act on; None if it can.
+
+    `device` is `cuda` or `cpu`; `te_reason` says why Transformer Engine cannot run a recipe (default: ask it).
+    Without a stage the GEMMs alone are meant.
+    """
+    needs_te = STAGES[stage].backend == "te" if stage else device == "cuda"
+    if needs_te and device == "cpu":
+        return f"stage {stage} needs Transformer Engine and a GPU; this run is on the CPU"
+    if needs_te:
+        if te_reason is None:
+            from shapes.backends.te import unsupported_reason as te_reason
+        if reason := te_reason(recipe):
+            return f"{recipe}: {reason}"
+    elif device == "cuda" and RECIPES[recipe].quantized:
+        return f"on a GPU {recipe} needs a stage of Transformer Engine; PyTorch's stages emulate it on the CPU only"
+    for linear in group.linears:
+        if reason := RECIPES[recipe].misaligned(linear.tokens, linear.in_features, linear.out_features):
+            return f"linear {linear.name}: {reason}"
+    return None
