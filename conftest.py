@@ -18,8 +18,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("Transformer Engine suite")
     add = group.addoption
     add("--device", choices=("auto", *devices.DEVICES), default="auto", help="auto: the GPU if it and TE are there")
-    add("--model", action="append", default=[], metavar="NAME", help="model to measure; repeatable (python -m shapes lists them)")
-    add("--stage", action="append", default=[], metavar="NAME", help="stage to measure, from torch to te_layer; repeatable")
+    add(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="model to measure; repeatable (python -m shapes lists them)",
+    )
+    add(
+        "--stage",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="stage to measure, from torch to te_layer; repeatable",
+    )
     add("--recipe", action="append", default=[], metavar="NAME", help="precision recipe to measure; repeatable")
     for name in HYPERPARAMETERS:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name} of the models, or of a new one")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benches.harness.stash import SELECTION
-from benches.harness.stopwatch import Limits
+from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
 from benches.harness.workbench import Workbench
 from shapes.cases import support
@@ -22,7 +22,7 @@ def limits(pytestconfig: pytest.Config) -> Limits:
     """When a measurement ends: pytest-benchmark's options."""
     option = pytestconfig.getoption
     return Limits(
-        min_rounds=option("benchmark_min_rounds"),
+        min_rounds=max(option("benchmark_min_rounds"), FEWEST_ROUNDS),
         max_time_s=float(option("benchmark_max_time")),
         precision=option("benchmark_precision") or Limits.precision,
     )

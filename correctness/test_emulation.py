@@ -334,6 +334,7 @@ def test_delayed_scale_follows_the_maximum_of_the_history() -> None:
         delayed.update()
     assert scales == [1.0, 64.0, 16.0, 16.0, 16.0]
     assert delayed.scale == 32  # of 14, 3.5 and 1.75: 28 is gone
+    assert delayed.amax_history.tolist() == [0.0, 3.5, 1.75]  # room for the next step, the oldest, the newest
 
 
 @pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
@@ -488,13 +489,25 @@ def test_gemms_only_accumulate_in_float32(recipe: Recipe, data: st.DataObject) -
 
 
 @each_recipe
-def test_bias_is_added_before_the_output_is_rounded_and_has_an_unquantized_gradient(recipe: Recipe) -> None:
-    """A zero input gives the bias itself, and the bias gradient is the sum of dy over tokens in float32."""
-    layer = EmulatedLinear(64, 32, True, recipe)
-    x, dy = torch.zeros(2, 16, 64), randn(2, 16, 32, scale=1e-3, dtype=torch.bfloat16)
-    y = layer(x)
-    y.backward(dy)
-    assert torch.equal(y, layer.bias.expand_as(y))
+def test_bias_is_added_before_the_output_is_rounded(recipe: Recipe) -> None:
+    """16 * 16 + 0.5 * 1 + 1 = 257.5 rounds to 258 in bf16; with the product rounded first it would be 256.
+
+    The two products lie in different blocks, so that every recipe represents the four factors.
+    """
+    layer, x = EmulatedLinear(160, 32, True, recipe), torch.zeros(32, 160)
+    x[:, 0], x[:, 128] = 16, 0.5
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[:, 0], layer.weight[:, 128] = 16, 1
+        layer.bias.fill_(1)
+    assert layer(x).unique().tolist() == [258]
+
+
+@each_recipe
+def test_bias_gradient_is_not_quantized(recipe: Recipe) -> None:
+    """It is the sum of dy over all tokens in float32, rounded once."""
+    layer, dy = EmulatedLinear(64, 32, True, recipe), randn(2, 16, 32, scale=1e-3, dtype=torch.bfloat16)
+    layer(torch.zeros(2, 16, 64)).backward(dy)
     assert layer.bias.grad is not None
     assert torch.equal(layer.bias.grad, dy.float().sum(dim=(0, 1)).bfloat16())
 

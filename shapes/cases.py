@@ -22,6 +22,7 @@ GEMM_REGIMES = {"cuda": ("rested", "in_layer"), "cpu": ("in_layer",)}
 class _Case:
     kind: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
+    compared: ClassVar[tuple[str, ...]]  # axes along which people compare times
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -33,6 +34,11 @@ class _Case:
         """The case's name in every file, independent of the test that measures it."""
         return "/".join((self.kind, *self.values))
 
+    @property
+    def group(self) -> str:
+        """What it has in common with the cases it is compared with."""
+        return " ".join((self.kind, *(getattr(self, axis) for axis in self.axes if axis not in self.compared)))
+
 
 @dataclass(frozen=True)
 class LayerCase(_Case):
@@ -40,6 +46,7 @@ class LayerCase(_Case):
 
     kind = "layer"
     axes = ("model", "stage", "recipe", "regime", "pass_name")
+    compared = ("stage", "recipe")
 
     model: str
     stage: str
@@ -57,6 +64,7 @@ class GemmCase(_Case):
 
     kind = "gemm"
     axes = ("model", "recipe", "regime", "mode", "pass_name", "linear")
+    compared = ("recipe", "mode")
 
     model: str
     recipe: str
@@ -87,6 +95,12 @@ def gemm_cases(group: LinearGroup, recipes: Sequence[str], modes: Sequence[str],
                         yield GemmCase(group.name, recipe, regime, mode, pass_name, linear.name)
 
 
+def _ask_te(recipe: str) -> str | None:
+    from shapes.backends.te import unsupported_reason
+
+    return unsupported_reason(recipe)
+
+
 def support(
     recipe: str,
     group: LinearGroup,
@@ -103,9 +117,7 @@ def support(
     if needs_te and device == "cpu":
         return f"stage {stage} needs Transformer Engine and a GPU; this run is on the CPU"
     if needs_te:
-        if te_reason is None:
-            from shapes.backends.te import unsupported_reason as te_reason
-        if reason := te_reason(recipe):
+        if reason := (te_reason or _ask_te)(recipe):
             return f"{recipe}: {reason}"
     elif device == "cuda" and RECIPES[recipe].quantized:
         return f"on a GPU {recipe} needs a stage of Transformer Engine; PyTorch's stages emulate it on the CPU only"

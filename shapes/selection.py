@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shapes.cases import MODES, GemmCase, LayerCase, gemm_cases, layer_cases
@@ -38,9 +38,7 @@ class Selection:
     def layer_cases(self) -> list[LayerCase]:
         """Cases of all layers, those that share a layer next to each other."""
         return [
-            case
-            for model in self.models
-            for case in layer_cases(model.name, self.stages, self.recipes, self.device)
+            case for model in self.models for case in layer_cases(model.name, self.stages, self.recipes, self.device)
         ]
 
     def gemm_cases(self) -> list[GemmCase]:
@@ -57,7 +55,7 @@ def _known(kind: str, names: Sequence[str], table: Sequence[str]) -> tuple[str, 
     return tuple(name for name in table if name in names)
 
 
-def _models(names: Sequence[str], named: bool, hyperparameters: dict[str, int]) -> tuple[ModelConfig, ...]:
+def _models(names: Sequence[str], named: bool, hyperparameters: Mapping[str, int | None]) -> tuple[ModelConfig, ...]:
     given = {key: value for key, value in hyperparameters.items() if value is not None}
     if not named and {"hidden_size", "num_attention_heads"} <= given.keys():
         return (resolve(None, given),)
@@ -67,7 +65,7 @@ def _models(names: Sequence[str], named: bool, hyperparameters: dict[str, int]) 
 def select(
     device: str,
     models: Sequence[str] = (),
-    hyperparameters: dict[str, int] | None = None,
+    hyperparameters: Mapping[str, int | None] | None = None,
     shapes: str | None = None,
     stages: Sequence[str] = (),
     recipes: Sequence[str] = (),

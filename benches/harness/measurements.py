@@ -55,9 +55,7 @@ class LayerMeasurement:
 class GemmMeasurement:
     """All GEMMs of a group of linears in one recipe."""
 
-    def __init__(
-        self, group: LinearGroup, recipe: str, device: str, timeline: Timeline | None, limits: Limits
-    ) -> None:
+    def __init__(self, group: LinearGroup, recipe: str, device: str, timeline: Timeline | None, limits: Limits) -> None:
         self._steps = GemmSteps(group, RECIPES[recipe], device)
         self._linears = [linear.name for linear in group.linears]
         self._timeline, self._limits = timeline, limits
@@ -81,6 +79,8 @@ class GemmMeasurement:
         key = (case.regime,) if in_layer else (case.regime, case.linear, case.pass_name)
         if key not in self._times:
             program = self._steps.in_layer() if in_layer else self.program(case)
-            figures = self._figures(self._linears, PASSES) if in_layer else self._figures([case.linear], (case.pass_name,))
+            figures = (
+                self._figures(self._linears, PASSES) if in_layer else self._figures([case.linear], (case.pass_name,))
+            )
             self._times[key] = _stopwatch(program, self._timeline).time(REGIMES[case.regime], figures, self._limits)
         return self._times[key].figure(self._segments(case.linear, case.pass_name, case.mode))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,10 @@ from benches.harness.stash import RESULTS, SELECTION
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt
 from shapes.cases import GemmCase, LayerCase, support
-from shapes.gemms import layer_linears
 from shapes.selection import Selection
 
 SCHEMA = 1
-CASE_KINDS: tuple[type[LayerCase] | type[GemmCase], ...] = (LayerCase, GemmCase)
+CASE_KINDS = (LayerCase, GemmCase)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------
@@ -29,13 +28,15 @@ CASE_KINDS: tuple[type[LayerCase] | type[GemmCase], ...] = (LayerCase, GemmCase)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for all axes of a kind of case gets every selected case of that kind."""
     selection = metafunc.config.stash[SELECTION]
-    listed = {LayerCase: selection.layer_cases, GemmCase: selection.gemm_cases}
     for kind in CASE_KINDS:
         if set(kind.axes) <= set(metafunc.fixturenames):
+            cases: Sequence[LayerCase | GemmCase] = (
+                selection.layer_cases() if kind is LayerCase else selection.gemm_cases()
+            )
             metafunc.parametrize(
                 kind.axes,
-                [pytest.param(*case.values, marks=getattr(pytest.mark, case.regime)) for case in listed[kind]()],
-                ids=["-".join(case.values) for case in listed[kind]()],
+                [pytest.param(*case.values, marks=getattr(pytest.mark, case.regime)) for case in cases],
+                ids=["-".join(case.values) for case in cases],
             )
 
 
@@ -128,7 +129,7 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], N
             benchmark.pedantic(lambda: attempt(case.id, source.program(case).run_once, keep_trace))
             return
         figure = attempt(case.id, lambda: source.figure(case), keep_trace)
-        benchmark.group = " ".join((case.kind, *(value for axis, value in zip(case.axes, case.values, strict=True) if axis not in ("stage", "recipe", "mode"))))
+        benchmark.group = case.group
         benchmark.extra_info.update(extra_info(case, figure, config.stash[SELECTION]))
         REPLAY.play(benchmark, figure.samples_s)
         config.stash[RESULTS]["benchmarks"].append(benchmark.stats.as_dict(include_data=False))
@@ -145,6 +146,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     selection = config.stash[SELECTION]
     reason = "" if selection.device == "cuda" else f" ({devices.why_not_cuda() or 'as asked for'})"
     return f"suite: device {selection.device}{reason}; {versions}"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Load Transformer Engine before anything else loads a cuDNN: in an environment with two, both must use its."""
+    if session.items and not session.config.option.collectonly and session.config.stash[SELECTION].device == "cuda":
+        from shapes.backends.te import unsupported_reason
+
+        unsupported_reason("bf16")
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
@@ -166,10 +175,13 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 
 
 def _recipe_reason(selection: Selection, recipe: str) -> str | None:
-    """Why no selected stage or GEMM can run a recipe here."""
-    groups = [layer_linears(model) for model in selection.models] + ([selection.shapes] if selection.shapes else [])
-    reasons = [support(recipe, group, selection.device) for group in groups]
-    return None if None in reasons else next(iter(reasons), None)
+    """Why no selected stage and no GEMM can run a recipe here."""
+    reasons = [
+        support(recipe, group, selection.device, stage)
+        for group in selection.groups.values()
+        for stage in (*selection.stages, None)
+    ]
+    return None if None in reasons else reasons[-1]
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from benches.harness.medians import is_precise, median, median_interval
-from benches.harness.timeline import Timeline
+from benches.harness.timeline import Mark, Timeline
 from shapes.program import Program
 
 WARM_UP_ROUNDS = 3  # compilation, autotuning and the allocator settle within the first steps
 HOST_ROUNDS = 5
+FEWEST_ROUNDS = 6  # fewer do not give a 95 % interval of the median
 HOST_WORK_S = 0.025  # launches enqueued behind one spin; much more overflows the driver's queue of 1024 launches
 SPIN_MARGIN = 1.4  # host times vary by less than this from batch to batch
 SPIN_FLOOR_S = 0.0003
 MOST_SPIN_S = 0.5
+FAST_HOST = 0.8  # of the device's time: a faster host stays ahead although its times vary
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,8 @@ class Regime:
     """How rounds follow each other.
 
     A batch holds as many rounds as fit into `busy_s` of device time, at least one. Before it the device rests for
-    `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Rounds of the first `settle_s` seconds
-    are not counted.
+    `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Without a rest, and with a host fast
+    enough, there are no batches but one unbroken stream. Rounds of the first `settle_s` seconds are not counted.
     """
 
     busy_s: float
@@ -37,11 +42,15 @@ class Regime:
 
 
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
-# 0.1 % from process to process, against 7 % back to back). Back to back: the power limit has settled after 0.4 s.
+# 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: it then varies
+# by 0.1 %, against 0.5 % after resting as long as it ran.
+# Back to back: an H200's power control lets the clocks rise, overshoots some 0.7 s after the load began, and has
+# settled after 1.1 s; each pause of the queue starts that anew.
+_BACK_TO_BACK = Regime(busy_s=0.25, settle_s=1.2)
 REGIMES = {
-    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=1.0, cold_cache=True),
-    "sustained": Regime(busy_s=0.25, settle_s=0.4),
-    "in_layer": Regime(busy_s=0.25, settle_s=0.4),
+    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=2.0, cold_cache=True),
+    "sustained": _BACK_TO_BACK,
+    "in_layer": _BACK_TO_BACK,
 }
 
 
@@ -49,7 +58,7 @@ REGIMES = {
 class Limits:
     """When to stop: all medians known to `precision` (relative, 95 %), or after `max_time_s`."""
 
-    min_rounds: int = 5
+    min_rounds: int = FEWEST_ROUNDS
     max_time_s: float = 1.0
     precision: float = 0.0025
 
@@ -130,7 +139,6 @@ class HostTooSlowError(RuntimeError):
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -174,8 +182,8 @@ class Stopwatch:
 
     def _too_slow(self) -> HostTooSlowError:
         return HostTooSlowError(
-            f"no round of {self.program.segments[0].name!r}... could be enqueued before the device had begun it, "
-            f"although the device was kept busy for {self._spin_seconds(1) * 1e3:.1f} ms: a step must not wait for the device"
+            f"no round that starts with {self.program.segments[0].name!r} was enqueued before the device began it, "
+            f"though the device was kept busy for {self._spin_seconds(1) * 1e3:.1f} ms: a step must not wait for it"
         )
 
     def _spin_seconds(self, rounds: int) -> float:
@@ -183,29 +191,48 @@ class Stopwatch:
         lag_s = max(0.0, self.host_round_s - self.device_round_s) * (rounds - 1)
         return min(MOST_SPIN_S, SPIN_FLOOR_S + self.margin * (self.host_round_s + lag_s))
 
+    def _enqueue_round(self, cold_cache: bool = False) -> list[Mark] | None:
+        """Marks around each segment of a round; None if the device began it before it was wholly enqueued."""
+        self.program.reset()
+        if cold_cache:
+            self.timeline.flush_cache()
+        marks = [self.timeline.mark()]
+        for segment in self.program.segments:
+            segment.run()
+            marks.append(self.timeline.mark())
+        return None if marks[0].reached() else marks
+
+    def _seconds(self, marks: list[Mark]) -> dict[str, float]:
+        """Device time of each segment, once the device has reached the marks."""
+        spans = itertools.pairwise(marks)
+        return {
+            segment.name: start.seconds_until(end)
+            for segment, (start, end) in zip(self.program.segments, spans, strict=True)
+        }
+
     def _batch(self, rounds: int, cold_cache: bool) -> list[dict[str, float]]:
-        """Seconds of each segment in those rounds that were wholly enqueued before the device began them."""
-        line, program = self.timeline, self.program
-        line.synchronize()
-        line.spin(self._spin_seconds(rounds))
-        marked = []
-        for _ in range(rounds):
-            program.reset()
-            if cold_cache:
-                line.flush_cache()
-            marks = [line.mark()]
-            for segment in program.segments:
-                segment.run()
-                marks.append(line.mark())
-            if not marks[0].reached():
-                marked.append(marks)
-        line.synchronize()
+        """Times of those rounds that were wholly enqueued before the device began them."""
+        self.timeline.synchronize()
+        self.timeline.spin(self._spin_seconds(rounds))
+        marked = [marks for _ in range(rounds) if (marks := self._enqueue_round(cold_cache))]
+        self.timeline.synchronize()
         if len(marked) < rounds:
             self.margin *= 1.5
-        names = [segment.name for segment in program.segments]
-        return [
-            dict(zip(names, (a.seconds_until(b) for a, b in zip(marks, marks[1:])), strict=True)) for marks in marked
-        ]
+        return [self._seconds(marks) for marks in marked]
+
+    def _stream(self) -> Iterator[list[dict[str, float]]]:
+        """Rounds without end and without a gap: the host stays some rounds ahead and reads the oldest."""
+        ahead = max(3, int(HOST_WORK_S / self.device_round_s))
+        queue: deque[tuple[list[Mark] | None, Mark]] = deque()
+        self.timeline.synchronize()
+        self.timeline.spin(self._spin_seconds(1))
+        while True:
+            marks = self._enqueue_round()
+            queue.append((marks, self.timeline.mark()))
+            if len(queue) == ahead:
+                marks, end = queue.popleft()
+                end.wait()
+                yield [self._seconds(marks)] if marks else []
 
     def rounds_per_batch(self, regime: Regime) -> int:
         """As many as fit into the regime's busy time, and, behind one spin, into the host's work."""
@@ -224,10 +251,13 @@ class Stopwatch:
         rest_s = max(regime.rest_s, regime.rest_ratio * rounds * self.device_round_s)
 
         def batch() -> list[dict[str, float]]:
-            if rest_s:
-                self.timeline.synchronize()
-                self.timeline.rest(rest_s)
+            self.timeline.synchronize()
+            self.timeline.rest(rest_s)
             return self._batch(rounds, regime.cold_cache)
+
+        if not rest_s and self.host_round_s < FAST_HOST * self.device_round_s:
+            stream = self._stream()
+            batch = partial(next, stream)
 
         with _no_garbage_collection():
             settled = self.timeline.now() + regime.settle_s

@@ -12,6 +12,9 @@ class Mark(Protocol):
     def reached(self) -> bool:
         """Whether the device has come to it."""
 
+    def wait(self) -> None:
+        """Keep the host waiting until the device has come to it."""
+
     def seconds_until(self, later: Any) -> float:
         """Device time between two marks that have been reached."""
 
@@ -46,6 +49,9 @@ class CudaMark:
 
     def reached(self) -> bool:
         return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
     def seconds_until(self, later: CudaMark) -> float:
         return float(self._event.elapsed_time(later._event)) * 1e-3

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shapes.gemms import LinearGroup
+from shapes.gemms import Linear, LinearGroup
 from shapes.models import ModelConfig
 from shapes.program import Program, Segment
 from shapes.recipes import Recipe
@@ -104,6 +104,16 @@ def build_layer(config: ModelConfig, stage: str, recipe: Recipe, device: str, se
     return LayerStep(layer, paths, config, recipe, device, seed=seed)
 
 
+def _gemms_class(device: str) -> Callable[[Linear, Recipe, str, int], Any]:
+    if device == "cuda":
+        from shapes.backends.te import TeGemms
+
+        return TeGemms
+    from shapes.backends.emulation.linear import EmulatedGemms
+
+    return EmulatedGemms
+
+
 class GemmSteps:
     """The GEMMs of a group of linears and the quantizations around them, each with its operands.
 
@@ -111,13 +121,10 @@ class GemmSteps:
     """
 
     def __init__(self, group: LinearGroup, recipe: Recipe, device: str, seed: int = 0) -> None:
-        if device == "cuda":
-            from shapes.backends.te import TeGemms as Gemms
-        else:
-            from shapes.backends.emulation.linear import EmulatedGemms as Gemms
+        make = _gemms_class(device)
         self.group, self.recipe = group, recipe
         self.gemms = {
-            linear.name: Gemms(linear, recipe, device, seed + index) for index, linear in enumerate(group.linears)
+            linear.name: make(linear, recipe, device, seed + index) for index, linear in enumerate(group.linears)
         }
         for segment in self.in_layer().segments:  # every GEMM needs operands quantized before it
             segment.run()

@@ -89,7 +89,7 @@ def _tex() -> Any:
 
 @cache
 def unsupported_reason(recipe: str) -> str | None:
-    """Why this machine's Transformer Engine cannot run a recipe, in its own words where it gives some; None if it can."""
+    """Why Transformer Engine cannot run a recipe here, in its own words where it gives some; None if it can."""
     if not torch.cuda.is_available():
         return "Transformer Engine needs a GPU, and PyTorch sees none"
     try:
@@ -132,7 +132,7 @@ def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def _attention(config: ModelConfig) -> torch_layers.Attention:
-    module = _te().DotProductAttention(
+    return _te().DotProductAttention(
         config.num_attention_heads,
         config.head_dim,
         num_gqa_groups=config.num_key_value_heads,
@@ -140,7 +140,6 @@ def _attention(config: ModelConfig) -> torch_layers.Attention:
         qkv_format="bshd",
         attn_mask_type=config.attn_mask_type,
     )
-    return module
 
 
 def _rope_angles(config: ModelConfig) -> Tensor | None:
@@ -302,8 +301,8 @@ def _gemm_function() -> Callable[..., Any]:
 class TeGemms:
     """The GEMMs of one linear as te.Linear calls them, and the quantizations around them, each step alone.
 
-    x is (tokens, in), w (out, in), dy (tokens, out); the results are (tokens, out), (tokens, in), (out, in). Outputs and
-    quantized operands keep their memory, so that every round has the same addresses. Quantize before the first GEMM.
+    x is (tokens, in), w (out, in), dy (tokens, out); the results are (tokens, out), (tokens, in), (out, in). Operands
+    and outputs keep their memory, so that every round has the same addresses.
     """
 
     def __init__(self, linear: Linear, recipe: Recipe, device: str, seed: int = 0) -> None:
@@ -396,7 +395,7 @@ def operand_format(tensor: Any) -> str:
     if "NVFP4" in kind:
         two_dimensional = getattr(getattr(tensor, "_quantizer", None), "with_2d_quantization", False)
         return "e2m1:16x16" if two_dimensional else "e2m1:1x16"
-    element = "e5m2" if "E5M2" in str(tensor._fp8_dtype) else "e4m3"
+    element = "e5m2" if "E5M2" in tensor._fp8_dtype.name else "e4m3"
     if "Blockwise" in kind:
         return f"{element}:128x128" if tensor._is_2D_scaled else f"{element}:1x128"
     return f"{element}:1x32" if "MXFP8" in kind else element

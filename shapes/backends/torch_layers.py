@@ -134,14 +134,12 @@ def explicit_attention(config: ModelConfig) -> Attention:
 
 def sdpa_attention(config: ModelConfig) -> Attention:
     """torch.nn.functional.scaled_dot_product_attention, which picks a fused kernel."""
-    options = {
-        "is_causal": config.attn_mask_type == "causal",
-        "enable_gqa": config.num_attention_heads != config.num_key_value_heads,
-    }
+    causal = config.attn_mask_type == "causal"
+    grouped = config.num_attention_heads != config.num_key_value_heads
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2).flatten(2)
 
     return attention
 

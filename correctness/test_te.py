@@ -1,0 +1,137 @@
+"""What Transformer Engine executes is what we derive and what the recipe says. Runs wherever TE runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shapes.backends.build import QUANTIZATIONS, GemmSteps, build_layer
+from shapes.cases import support
+from shapes.gemms import PASSES, layer_linears
+from shapes.models import MODELS, ModelConfig
+from shapes.recipes import RECIPES, Recipe
+from shapes.stages import STAGES
+
+TE_STAGES = [stage.id for stage in STAGES.values() if stage.backend == "te"]
+
+# A whole layer of each is run; the other models differ from these in nothing but sizes.
+EXECUTED_MODELS = ["codonfm_5b", "llama3_8b", "gpt2_medium", "gemma_7b"]
+
+Signature = tuple[str, int, int, int, tuple[str, ...]]
+
+
+@pytest.fixture(autouse=True)
+def te(device):
+    """The backend, or a skip that says what is missing."""
+    if device == "cpu":
+        pytest.skip("needs Transformer Engine and a GPU; this run is on the CPU")
+    from shapes.backends import te
+
+    return te
+
+
+def skip_unsupported(recipe: str, config: ModelConfig, stage: str) -> None:
+    """Skip with the reason of `support`."""
+    if reason := support(recipe, layer_linears(config), "cuda", stage):
+        pytest.skip(reason)
+
+
+def derived(config: ModelConfig, recipe: Recipe) -> Counter[Signature]:
+    """The GEMMs that a layer should run."""
+    return Counter(
+        (gemm.pass_name, gemm.m, gemm.n, gemm.k, tuple(map(str, recipe.gemm_operands(gemm.pass_name))))
+        for gemm in layer_linears(config).gemms()
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stage", TE_STAGES)
+@pytest.mark.parametrize("model", EXECUTED_MODELS)
+def test_executed_gemms_are_the_derived_ones(te, model, stage, recipe):
+    """Count, sizes, pass and operand formats of every GEMM in a training step."""
+    config = MODELS[model]
+    skip_unsupported(recipe, config, stage)
+    step = build_layer(config, stage, RECIPES[recipe], "cuda")
+    with te.record_gemms() as seen:
+        step.program().run_once()
+    executed: Counter[Signature] = Counter((gemm.pass_name, gemm.m, gemm.n, gemm.k, gemm.operands) for gemm in seen)
+    assert executed == derived(config, RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", [recipe.id for recipe in RECIPES.values() if recipe.quantized])
+def test_a_layer_without_its_autocast_is_caught(te, recipe):
+    """A layer that is called FP8 and runs in BF16 does not have the GEMMs of its recipe."""
+    config = MODELS["tiny"]
+    skip_unsupported(recipe, config, "te_layer")
+    step = build_layer(config, "te_layer", RECIPES[recipe], "cuda")
+    step.context = te.autocast(RECIPES["bf16"])
+    with te.record_gemms() as seen:
+        step.program().run_once()
+    assert {gemm.operands for gemm in seen} == {("bf16", "bf16")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_single_gemms_are_called_as_in_te_linear(te, recipe):
+    """Our GEMMs of a linear have the operands, layouts and accumulation of te.Linear's."""
+    config = MODELS["tiny"]
+    skip_unsupported(recipe, config, "te_modules")
+    step = build_layer(config, "te_modules", RECIPES[recipe], "cuda")
+    with te.record_gemms() as in_layer:
+        step.program().run_once()
+    steps = GemmSteps(layer_linears(config), RECIPES[recipe], "cuda")
+    with te.record_gemms() as alone:
+        steps.in_layer().run_once()
+    assert Counter(alone) == Counter(in_layer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_single_gemms_have_the_error_of_their_formats(te, recipe):
+    """Each GEMM of TE is close to the float64 product of its inputs, and not closer than its formats allow."""
+    config = MODELS["tiny"]
+    skip_unsupported(recipe, config, "te_modules")
+    steps = GemmSteps(layer_linears(config), RECIPES[recipe], "cuda")
+    for name, gemms in steps.gemms.items():
+        x, w, dy = (gemms.data[role].double() for role in ("activation", "weight", "gradient"))
+        for pass_name, expected in (("fprop", x @ w.T), ("dgrad", dy @ w), ("wgrad", dy.T @ x)):
+            actual = getattr(gemms, pass_name)().double()
+            error = float((actual - expected).norm() / expected.norm())
+            low, high = _error_limits(RECIPES[recipe], pass_name)
+            assert low < error < high, f"{name} {pass_name}: {error=:.4f} outside {low:.4f}..{high:.4f}"
+
+
+def _error_limits(recipe: Recipe, pass_name: str) -> tuple[float, float]:
+    """From the operands' mantissa bits p: a rounding error has RMS 2^-(p+1) / sqrt(3) of the value's binade.
+
+    Within a binade values lie between 1 and 2 times its start, so relative to the values it is between half of that
+    and all of it; subnormals add. The two operands' errors are independent. Output rounding (BF16: p = 7) adds.
+    """
+    bits = {"bf16": 7, "fp16": 10, "e4m3": 3, "e5m2": 2, "e2m1": 1}
+    each = [2.0 ** -(bits[operand.element] + 1) / 3**0.5 for operand in recipe.gemm_operands(pass_name)]
+    whole = sum(error**2 for error in each) ** 0.5 if recipe.quantized else each[0]
+    return whole / 2.5, whole * 1.5
+
+
+def test_quantizations_are_the_ones_te_linear_does(te):
+    """te.Linear quantizes three tensors per step: input and weight in forward, the output's gradient in backward."""
+    from transformer_engine.pytorch import Float8CurrentScalingQuantizer as Quantizer
+
+    config = MODELS["tiny"]
+    skip_unsupported("fp8_current_scaling", config, "te_modules")
+    assert sum(len(QUANTIZATIONS[pass_name]) for pass_name in PASSES) == 3
+    step = build_layer(config, "te_modules", RECIPES["fp8_current_scaling"], "cuda")
+    step.program().run_once()
+    linear: Any = step.layer.attn_out
+    used = [*linear.quantizers["scaling_fwd"][:2], linear.quantizers["scaling_bwd"][0]]
+    assert [type(quantizer) for quantizer in used] == [Quantizer] * 3
+
+
+def test_unsupported_recipes_have_te_s_own_reason(te):
+    """A GPU before Blackwell is told so in TE's words."""
+    import torch
+
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("this GPU has MXFP8 and NVFP4")
+    assert te.unsupported_reason("mxfp8") == "Device compute capability 10.0 or higher required for MXFP8 execution."
+    assert te.unsupported_reason("nvfp4") == "Device compute capability 10.0 or higher required for NVFP4 execution."

@@ -1,0 +1,62 @@
+"""Sessions that set themselves up: `nox -s bench`, `nox -s tests`, `nox -s lint`. What follows `--` goes to the tool.
+
+Sessions see the packages of the interpreter that nox runs on, since NVIDIA's containers bring PyTorch and Transformer
+Engine; with `--no-venv` they use that interpreter itself and install nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["tests", "lint"]
+nox.options.reuse_venv = "yes"
+
+MEASURING = ["pytest>=8.4", "pytest-benchmark>=5.1", "hypothesis>=6.100", "numpy>=1.26"]
+REPORTING = ["rich>=13", "matplotlib>=3.8", "nvidia-ml-py>=12"]
+CHECKING = ["scipy>=1.11", "ml_dtypes>=0.5"]  # references that only tests use
+LINTING = ["ruff==0.17.6", "mypy==2.4.1"]
+TORCH = "torch==2.13.0"
+TRANSFORMER_ENGINE = "transformer_engine[pytorch]>=2.9"
+
+
+def _finds(session: nox.Session, module: str) -> bool:
+    code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is not None)"
+    return str(session.run("python", "-c", code, silent=True, log=False)).strip() == "True"
+
+
+def _set_up(session: nox.Session, *packages: str) -> None:
+    """Packages, PyTorch if there is none, and on a GPU Transformer Engine if there is none."""
+    if session.venv_backend == "none":
+        return
+    session.install(*packages)
+    if not _finds(session, "torch"):
+        session.install(TORCH)
+    if shutil.which("nvidia-smi") and not _finds(session, "transformer_engine_torch"):
+        session.log("Transformer Engine is not installed: its PyTorch extension will be compiled, which takes minutes")
+        session.install("--no-build-isolation", TRANSFORMER_ENGINE)
+
+
+@nox.session(venv_params=["--system-site-packages"])
+def bench(session: nox.Session) -> None:
+    """Benchmarks: the GPU suite where a GPU and Transformer Engine are, else the CPU suite; keeps the results."""
+    _set_up(session, *MEASURING, *REPORTING)
+    session.run("python", "-m", "pytest", "benches", "--benchmark-autosave", *session.posargs)
+
+
+@nox.session(venv_params=["--system-site-packages"])
+def tests(session: nox.Session) -> None:
+    """Tests: accuracy, and the suite itself. Those that need a GPU say so and are skipped without one."""
+    _set_up(session, *MEASURING, *REPORTING, *CHECKING)
+    session.run("python", "-m", "pytest", "correctness", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff (format and rules) and mypy."""
+    session.install(*LINTING, *MEASURING, "rich", "nox", TORCH)
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("mypy")
