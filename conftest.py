@@ -41,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--no-fp4", action="store_true", help="leave out nvfp4")
 
 
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """`cuda` or `cpu`, as --device says."""
+    return pytestconfig.stash[SELECTION].device
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Turn options into a selection, or end with one line that says what is wrong."""
     option = config.getoption

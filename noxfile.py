@@ -34,7 +34,7 @@ def _set_up(session: nox.Session, *packages: str) -> None:
     session.install(*packages)
     if not _finds(session, "torch"):
         session.install(TORCH)
-    if shutil.which("nvidia-smi") and not _finds(session, "transformer_engine_torch"):
+    if shutil.which("nvidia-smi") and not _finds(session, "transformer_engine"):
         session.log("Transformer Engine is not installed: its PyTorch extension will be compiled, which takes minutes")
         session.install("--no-build-isolation", TRANSFORMER_ENGINE)
 

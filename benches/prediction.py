@@ -40,6 +40,7 @@ KERNELS = {
     "gemm": ("nvjet", "cublasLt", "cutlass", "gemm"),
 }
 PROFILED_STEPS = 15
+STEP_MARK = "spin_kernel"
 
 
 def kernel_kind(name: str) -> str:
@@ -49,21 +50,26 @@ def kernel_kind(name: str) -> str:
 
 def layer_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, float]:
     """Seconds per training step of te.TransformerLayer by kind of kernel, back to back after the power has settled."""
-    from torch.profiler import ProfilerActivity, profile, schedule
+    from torch.profiler import ProfilerActivity, profile
 
     from shapes.backends.build import build_layer
 
+    timeline = CudaTimeline()
     program = build_layer(config, "te_layer", recipe, "cuda").program()
-    watch = Stopwatch(program, CudaTimeline())
-    settle = int(REGIMES["in_layer"].settle_s / watch.device_round_s) + 1
-    seconds = {"gemm": 0.0, "quantize": 0.0, "other": 0.0}
-    steps = schedule(wait=0, warmup=settle, active=PROFILED_STEPS, repeat=1)
-    with profile(activities=[ProfilerActivity.CUDA], schedule=steps) as profiler:
-        for _ in range(settle + PROFILED_STEPS):
+    watch = Stopwatch(program, timeline)
+    settle_s = 2 * REGIMES["in_layer"].settle_s  # starting the profiler is a pause of its own
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(int(settle_s / watch.device_round_s) + PROFILED_STEPS):
+            timeline.spin(1e-6)  # its kernel marks where a step begins
             program.run_once()
-            profiler.step()
-    for event in profiler.events():
-        if event.device_type.name == "CUDA":
+        timeline.spin(1e-6)
+        timeline.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    kernels.sort(key=lambda event: event.time_range.start)
+    begins = [index for index, event in enumerate(kernels) if STEP_MARK in event.name][-PROFILED_STEPS - 1 :]
+    seconds = {"gemm": 0.0, "quantize": 0.0, "other": 0.0}
+    for event in kernels[begins[0] : begins[-1]]:
+        if STEP_MARK not in event.name:
             seconds[kernel_kind(event.name)] += event.device_time * 1e-6 / PROFILED_STEPS
     return seconds
 
@@ -104,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{config.name}: GEMM + quantization of a layer, ms")
     print(f"{'recipe':24}{'in the real layer':>24}{'in the sweep':>24}{'difference':>12}")
     for recipe in RECIPES.values():
-        if support(recipe.id, layer_linears(config), "cuda", "te_layer"):
+        if not recipe.default or support(recipe.id, layer_linears(config), "cuda", "te_layer"):
             continue
         result = found[recipe.id] = compare(config, recipe)
         real, sweep = (

@@ -59,6 +59,8 @@ def _models(names: Sequence[str], named: bool, hyperparameters: Mapping[str, int
     given = {key: value for key, value in hyperparameters.items() if value is not None}
     if not named and {"hidden_size", "num_attention_heads"} <= given.keys():
         return (resolve(None, given),)
+    if given and not names:
+        raise ValueError(f"{', '.join(given)} would change a model, but shapes without a model select none")
     return tuple(resolve(name, given) for name in _known("model", names, tuple(MODELS)))
 
 
@@ -80,13 +82,14 @@ def select(
     Raises ValueError, in one line that names what is known, for anything that cannot be.
     """
     default_recipes = [recipe.id for recipe in RECIPES.values() if recipe.default]
+    chosen = _known("recipe", recipes or default_recipes, tuple(RECIPES))
+    if not set(chosen) - set(without):
+        raise ValueError(f"no recipe is left: {', '.join(chosen)} was asked for and left out")
     return Selection(
         device=device,
         models=_models(models or (() if shapes else DEFAULT_MODELS[device]), bool(models), hyperparameters or {}),
         shapes=parse_shapes(shapes) if shapes else None,
         stages=_known("stage", stages or tuple(STAGES), tuple(STAGES)),
-        recipes=tuple(
-            name for name in _known("recipe", recipes or default_recipes, tuple(RECIPES)) if name not in without
-        ),
+        recipes=tuple(name for name in chosen if name not in without),
         modes=tuple(modes),
     )

@@ -33,7 +33,7 @@ def why_not_cuda() -> str | None:
         return "no GPU"
     if not importlib.util.find_spec("torch"):
         return "no PyTorch"
-    if not importlib.util.find_spec("transformer_engine") or not importlib.util.find_spec("transformer_engine_torch"):
+    if not importlib.util.find_spec("transformer_engine"):
         return "a GPU, but no Transformer Engine (pip install transformer_engine[pytorch])"
     return None
 
@@ -49,35 +49,31 @@ def declared_versions() -> dict[str, str]:
     return versions
 
 
-def _loaded_library(name: str) -> ctypes.CDLL | None:
-    """A shared library that this process has already loaded."""
+def _loaded_version(library: str, function: str) -> str | None:
+    """What a CUDA library in this process says of itself; several, where several copies are loaded."""
     try:
         with open("/proc/self/maps") as maps:
-            found = re.search(rf"(/\S*/{name}\.so[.\d]*)$", maps.read(), re.MULTILINE)
-        return ctypes.CDLL(found.group(1)) if found else None
-    except OSError:
+            paths = sorted(set(re.findall(rf"(/\S*/{library}\.so[.\d]*)$", maps.read(), re.MULTILINE)))
+        versions = set()
+        for path in paths:
+            ask = getattr(ctypes.CDLL(path), function)
+            ask.restype = ctypes.c_size_t
+            number = ask()
+            versions.add(f"{number // 10000}.{number // 100 % 100}.{number % 100}")
+    except (OSError, AttributeError):
         return None
-
-
-def _cublas_version() -> str | None:
-    library = _loaded_library("libcublasLt")
-    if library is None:
-        return None
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    number = library.cublasLtGetVersion()
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return " and ".join(sorted(versions)) or None
 
 
 def loaded_versions() -> dict[str, str]:
     """Versions of packages, and of CUDA's libraries as loaded in this process. Imports torch."""
     import torch
 
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     versions: dict[str, str | None] = {
         **declared_versions(),
         "cuda": torch.version.cuda,
-        "cublas": _cublas_version(),
-        "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else None,
+        "cublas": _loaded_version("libcublasLt", "cublasLtGetVersion"),
+        "cudnn": _loaded_version("libcudnn", "cudnnGetVersion"),
     }
     return {name: str(version) for name, version in versions.items() if version}
 

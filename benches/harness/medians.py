@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import cache
+from statistics import NormalDist
 from statistics import median as median
+
+LARGE = 500  # from here on the normal approximation gives the same rank or the next wider one
 
 
 @cache
@@ -16,11 +20,14 @@ def interval_ranks(count: int, confidence: float = 0.95) -> tuple[int, int] | No
     from the r-th smallest to the r-th largest misses it with probability 2 P(binomial < r) (David and Nagaraja,
     Order Statistics, section 7.1). None where even smallest to largest is not enough (count < 6 for 0.95).
     """
-    allowed = (1.0 - confidence) / 2 * 2.0**count
-    tail, rank = 0, 0
-    while rank < count // 2 and tail + math.comb(count, rank) <= allowed:
-        tail += math.comb(count, rank)
-        rank += 1
+    if count > LARGE:
+        rank = int(count / 2 - NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(count) / 2)
+    else:
+        allowed = Fraction(1 - confidence) / 2 * 2**count
+        rank, tail = 0, 1
+        while tail <= allowed:
+            rank += 1
+            tail += math.comb(count, rank)
     return (rank - 1, count - rank) if rank else None
 
 

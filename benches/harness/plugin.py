@@ -44,8 +44,9 @@ def case_of(item: pytest.Item) -> LayerCase | GemmCase | None:
     """The case that a test measures, from its parameters."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     for kind in CASE_KINDS:
-        if set(kind.axes) <= parameters.keys():
-            return kind(**{axis: parameters[axis] for axis in kind.axes})
+        values = {axis: parameters.get(axis) for axis in kind.axes}
+        if all(isinstance(value, str) for value in values.values()):  # pytest's placeholder for "no case" is not
+            return kind(**values)
     return None
 
 
@@ -109,11 +110,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     case = case_of(item)
-    if case is None or report.passed:
+    if case is None or report.passed or report.when == "teardown":
         return
-    reason = report.longrepr[2] if report.skipped else str(report.longreprtext or report.longrepr).strip()
+    crash = getattr(report.longrepr, "reprcrash", None)
+    reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else (crash or report.longrepr)
+    text = str(getattr(reason, "message", reason)).strip()
     item.config.stash[RESULTS]["not_measured"].append(
-        {"case": case.id, "outcome": report.outcome, "reason": reason.removeprefix("Skipped: ")}
+        {"case": case.id, "outcome": report.outcome, "reason": (text.splitlines() or [""])[0]}
     )
 
 
@@ -148,9 +151,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"suite: device {selection.device}{reason}; {versions}"
 
 
+def _will_run(config: pytest.Config) -> bool:
+    option = config.option
+    return not (option.collectonly or option.showfixtures or option.show_fixtures_per_test)
+
+
+@pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Load Transformer Engine before anything else loads a cuDNN: in an environment with two, both must use its."""
-    if session.items and not session.config.option.collectonly and session.config.stash[SELECTION].device == "cuda":
+    if session.items and _will_run(session.config) and session.config.stash[SELECTION].device == "cuda":
         from shapes.backends.te import unsupported_reason
 
         unsupported_reason("bf16")
@@ -158,7 +167,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
     """GPU, libraries as loaded, and which recipes will run: before the first case, and only if there is one."""
-    if config.option.collectonly or not any(case_of(item) for item in items):
+    if not _will_run(config) or not any(case_of(item) for item in items):
         return []
     selection, info = config.stash[SELECTION], _machine_info(config)
     lines = []

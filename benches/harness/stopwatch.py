@@ -20,6 +20,7 @@ HOST_ROUNDS = 5
 FEWEST_ROUNDS = 6  # fewer do not give a 95 % interval of the median
 HOST_WORK_S = 0.025  # launches enqueued behind one spin; much more overflows the driver's queue of 1024 launches
 SPIN_MARGIN = 1.4  # host times vary by less than this from batch to batch
+MOST_MARGIN = 5.0  # no spin helps where the driver's queue of launches is full
 SPIN_FLOOR_S = 0.0003
 MOST_SPIN_S = 0.5
 FAST_HOST = 0.8  # of the device's time: a faster host stays ahead although its times vary
@@ -156,22 +157,24 @@ class Stopwatch:
         for _ in range(WARM_UP_ROUNDS):
             program.run_once()
             timeline.synchronize()
-        self.host_s = self._host_times()
-        self.host_round_s = sum(median(times) for times in self.host_s.values())
+        self.host_s: dict[str, list[float]] = {segment.name: [] for segment in program.segments}
+        with _no_garbage_collection():
+            self.host_round_s = median([self._host_round() for _ in range(HOST_ROUNDS)])
         self.device_round_s = self._device_round()
 
-    def _host_times(self) -> dict[str, list[float]]:
-        """Seconds that enqueuing each segment takes while the device has nothing else to do."""
-        times: dict[str, list[float]] = {segment.name: [] for segment in self.program.segments}
-        with _no_garbage_collection():
-            for _ in range(HOST_ROUNDS):
-                self.program.reset()
-                self.timeline.synchronize()
-                for segment in self.program.segments:
-                    start = self.timeline.now()
-                    segment.run()
-                    times[segment.name].append(self.timeline.now() - start)
-        return times
+    def _host_round(self) -> float:
+        """Seconds that enqueuing a round takes while the device has nothing else to do; of each segment, to host_s."""
+        now = self.timeline.now
+        self.timeline.synchronize()
+        begin = now()
+        self.program.reset()
+        self.timeline.mark()
+        for segment in self.program.segments:
+            start = now()
+            segment.run()
+            self.host_s[segment.name].append(now() - start)
+            self.timeline.mark()
+        return now() - begin
 
     def _device_round(self) -> float:
         self.device_round_s = 0.0
@@ -217,7 +220,7 @@ class Stopwatch:
         marked = [marks for _ in range(rounds) if (marks := self._enqueue_round(cold_cache))]
         self.timeline.synchronize()
         if len(marked) < rounds:
-            self.margin *= 1.5
+            self.margin = min(MOST_MARGIN, self.margin * 1.5)
         return [self._seconds(marks) for marks in marked]
 
     def _stream(self) -> Iterator[list[dict[str, float]]]:

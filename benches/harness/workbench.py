@@ -20,12 +20,13 @@ class Workbench:
     def get(self, key: Hashable, what: str, build: Callable[[], Any], keep_trace: bool = False) -> Any:
         """The thing of this key, built if it is not there; its failure is remembered like itself."""
         if key != self._key:
-            self._key, self._value, self._failure = key, None, None
+            self._key, self._value, self._failure = None, None, None
             _free_memory()
             try:
                 self._value = attempt(what, build, keep_trace)
             except pytest.fail.Exception as failure:
                 self._failure = str(failure.msg)
+            self._key = key
         if self._failure:
             pytest.fail(self._failure, pytrace=False)
         return self._value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -15,7 +16,7 @@ from shapes.selection import Selection, select
 from shapes.stages import STAGES
 
 # Not derived from anything: who changes an id makes the case NEW and its baseline MISSING, and shall see it here.
-TINY_LAYER_IDS = """
+TINY_LAYER_IDS = """\
 layer/tiny/torch/bf16/sustained/forward
 layer/tiny/torch/bf16/sustained/backward
 layer/tiny/torch/bf16/sustained/forward_backward
@@ -124,9 +125,9 @@ layer/tiny/te_layer/mxfp8/sustained/forward_backward
 layer/tiny/te_layer/nvfp4/sustained/forward
 layer/tiny/te_layer/nvfp4/sustained/backward
 layer/tiny/te_layer/nvfp4/sustained/forward_backward
-""".split()
+""".splitlines()
 
-TINY_GEMM_IDS = """
+TINY_GEMM_IDS = """\
 gemm/tiny/bf16/in_layer/autocast/fprop/qkv
 gemm/tiny/bf16/in_layer/autocast/fprop/attn_out
 gemm/tiny/bf16/in_layer/autocast/fprop/mlp_up
@@ -259,7 +260,7 @@ gemm/tiny/nvfp4/in_layer/prequantized/wgrad/qkv
 gemm/tiny/nvfp4/in_layer/prequantized/wgrad/attn_out
 gemm/tiny/nvfp4/in_layer/prequantized/wgrad/mlp_up
 gemm/tiny/nvfp4/in_layer/prequantized/wgrad/mlp_down
-""".split()
+""".splitlines()
 
 
 def ids(selection: Selection) -> list[str]:
@@ -323,7 +324,7 @@ class TestIds:
         layers = [(case.model, case.stage, case.recipe) for case in selection.layer_cases()]
         gemms = [(case.model, case.recipe) for case in selection.gemm_cases()]
         for shared in (layers, gemms):
-            changes = sum(one != other for one, other in zip(shared, shared[1:]))
+            changes = sum(one != other for one, other in itertools.pairwise(shared))
             assert changes == len(set(shared)) - 1
 
     def test_an_id_takes_its_case_apart(self) -> None:

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -60,6 +60,12 @@ class TestLaunchesHidden:
         assert set(times.device_s["step"]) == {6 * TICK}
         assert times.rounds >= FEWEST
 
+    def test_a_host_that_only_its_marks_make_slower_than_the_device_gets_a_time(self) -> None:
+        """A step of 20 ticks whose launch takes 14, and 26 with its three marks, back to back."""
+        times = measure(Step(FakeTimeline(call_s=4 * TICK), {"step": (14 * TICK, 20 * TICK)}), SUSTAINED)
+        assert set(times.device_s["step"]) == {20 * TICK}
+        assert times.rounds >= FEWEST
+
     @pytest.mark.parametrize("regime", [SUSTAINED, RESTED], ids=["sustained", "rested"])
     def test_a_full_launch_queue_changes_nothing(self, regime: Regime) -> None:
         """Where the driver lets 1024 launches wait and then blocks the host, times stay exact."""
@@ -70,7 +76,7 @@ class TestLaunchesHidden:
 
     @pytest.mark.parametrize("host_s", [MS / 4, MS], ids=["unbroken stream", "batches"])
     def test_rounds_that_were_not_enqueued_in_time_are_not_counted(self, host_s: float) -> None:
-        """Where the host stalls for 100 ms between two segments, the gap is in no round, and those rounds are left out."""
+        """Where the host stalls for 100 ms within a round, that round is left out and no other shows a gap."""
         step = Step(
             FakeTimeline(),
             {"first": (host_s, MS), "second": (host_s, MS)},
@@ -87,7 +93,12 @@ class TestLaunchesHidden:
         """Back to back, from the spin at the beginning to the last round, the device never waits."""
         step = Step(FakeTimeline(), {"step": (MS, 2 * MS)})
         watch = Stopwatch(step.program(), step.timeline)
-        log, spins, rounds, start_s = step.timeline.log, step.timeline.log.count("spin"), step.rounds, step.timeline.now()
+        log, spins, rounds, start_s = (
+            step.timeline.log,
+            step.timeline.log.count("spin"),
+            step.rounds,
+            step.timeline.now(),
+        )
         watch.time(SUSTAINED, [["step"]], SHORT)
         assert log.count("spin") == spins + 1
         work_s = (step.rounds - rounds) * 2 * MS
@@ -108,7 +119,7 @@ class TestLaunchesHidden:
         """No round of it is enqueued in time, whatever the spin."""
         timeline = FakeTimeline()
         step = Step(timeline, {"step": (MS, MS)}, before=timeline.synchronize)
-        with pytest.raises(HostTooSlowError, match=r"'step'.*must not wait for the device") as caught:
+        with pytest.raises(HostTooSlowError, match=r"'step'.*must not wait for") as caught:
             Stopwatch(step.program(), timeline)
         assert "\n" not in str(caught.value)
 
@@ -126,7 +137,7 @@ class TestLaunchesHidden:
 class TestSegments:
     """Times of the pieces of a round."""
 
-    COSTS = {"qkv": (TICK, 400 * TICK), "attention": (900 * TICK, 110 * TICK), "mlp": (2 * TICK, 970 * TICK)}
+    COSTS: ClassVar = {"qkv": (TICK, 400 * TICK), "attention": (900 * TICK, 110 * TICK), "mlp": (2 * TICK, 970 * TICK)}
 
     def test_segments_sum_to_the_whole(self) -> None:
         """Each has its own time, and a figure of several is their sum, round by round."""
@@ -220,11 +231,13 @@ class TestRegimes:
             pytest.param(64 * MS, RESTED.rest_ratio * 64 * MS, id="in proportion to a long step"),
         ],
     )
-    def test_the_device_rests_before_each_batch(self, device_s: float, rest_s: float) -> None:
+    def test_the_device_rests_before_each_batch(
+        self, device_s: float, rest_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The device idles for the regime's rest, or for longer where the batch takes long."""
         step = Step(FakeTimeline(), {"step": (TICK, device_s)})
         rested: list[float] = []
-        step.timeline.rest = rested.append  # type: ignore[method-assign]
+        monkeypatch.setattr(step.timeline, "rest", rested.append)
         times = measure(step, RESTED)
         assert rested == [rest_s] * times.rounds
 
@@ -280,7 +293,6 @@ class TestStopping:
         # 95 % of a normal median's distribution lie within 1.96 x 1.2533 deviations / sqrt(n); half of it is generous.
         assert times.rounds > (1.96 * 1.2533 * 0.01 / 0.0025) ** 2 / 4
 
-    @pytest.mark.xfail(raises=OverflowError, reason="interval_ranks overflows beyond 1023 rounds")
     def test_a_noisy_step_may_need_thousands_of_rounds(self) -> None:
         """As kernels of microseconds do."""
         step = Step(FakeTimeline(noise=0.1), {"step": (TICK, 10 * TICK)})
@@ -313,9 +325,9 @@ class TestStopping:
         assert not both.figure(["noisy"]).precise
 
     def test_the_interval_encloses_the_truth_of_a_noisy_device(self) -> None:
-        """Of 200 measurements of a step with 1 % noise, 95 % contain its true time, less three deviations of chance.
+        """Of 200 measurements of a step with 1 % noise, nine in ten contain its true time, less three deviations.
 
-        Stopping when the interval is narrow makes it somewhat optimistic: here 0.90 is asked for, not 0.95.
+        A fixed number of rounds would give 95 %. Each look at the interval is a chance to stop by luck.
         """
         hits = 0
         for seed in range(200):
