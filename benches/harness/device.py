@@ -113,5 +113,5 @@ def gpu_facts() -> dict[str, Any] | None:
 
 def relevant_environment() -> dict[str, str]:
     """Environment variables that change what runs."""
-    prefixes = ("NVTE_", "CUBLAS", "CUDA_", "TORCH_", "PYTORCH_")
+    prefixes = ("NVTE_", "CUBLAS", "CUDA_", "CUDNN", "TORCH_", "PYTORCH_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

@@ -44,7 +44,7 @@ def case_of(item: pytest.Item) -> LayerCase | GemmCase | None:
     """The case that a test measures, from its parameters."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     for kind in CASE_KINDS:
-        values = {axis: parameters.get(axis) for axis in kind.axes}
+        values: dict[str, Any] = {axis: parameters.get(axis) for axis in kind.axes}
         if all(isinstance(value, str) for value in values.values()):  # pytest's placeholder for "no case" is not
             return kind(**values)
     return None
