@@ -43,7 +43,7 @@ def workbench() -> Workbench:
 def _shared(config: pytest.Config, workbench: Workbench, key: tuple[str, ...], reason: str | None, build: Any) -> Any:
     if reason:
         pytest.skip(reason)
-    return workbench.get(key, "/".join(key), build, keep_trace=config.option.tbstyle in ("long", "native"))
+    return workbench.get(key, build, keep_trace=config.option.tbstyle in ("long", "native"))
 
 
 @pytest.fixture

@@ -112,6 +112,10 @@ def gpu_facts() -> dict[str, Any] | None:
 
 
 def relevant_environment() -> dict[str, str]:
-    """Environment variables that change what runs."""
+    """Environment variables that change what runs; paths are left out, since they differ on every machine."""
     prefixes = ("NVTE_", "CUBLAS", "CUDA_", "CUDNN", "TORCH_", "PYTORCH_")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefixes) and not value.startswith(os.sep)
+    }

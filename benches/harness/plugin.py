@@ -14,7 +14,7 @@ from benches.harness.medians import median
 from benches.harness.replay import REPLAY
 from benches.harness.stash import RESULTS, SELECTION
 from benches.harness.stopwatch import Figure
-from benches.harness.workbench import attempt
+from benches.harness.workbench import attempt, free_memory
 from shapes.cases import GemmCase, LayerCase, support
 from shapes.selection import Selection
 
@@ -94,8 +94,9 @@ def _machine_info(config: pytest.Config) -> dict[str, Any]:
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Add the GPU and versions; leave out the host's name, since baselines are published."""
+    """Add the GPU and versions; leave out what names the host, since baselines are published."""
     machine_info["node"] = ""
+    machine_info["release"] = str(machine_info.get("release", "")).split("-")[0]
     machine_info.update(_machine_info(config))
 
 
@@ -106,15 +107,16 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Note each case that was skipped or failed, with the reason."""
+    """Note each case that was skipped or failed, with the reason; a failure that killed the GPU ends the run."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     case = case_of(item)
     if case is None or report.passed or report.when == "teardown":
         return
-    crash = getattr(report.longrepr, "reprcrash", None)
-    reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else (crash or report.longrepr)
-    text = str(getattr(reason, "message", reason)).strip()
+    if report.failed and (death := free_memory()):
+        item.session.shouldfail = f"the GPU can no longer be used in this process: {death}"
+    reason = report.longrepr[2] if report.skipped else getattr(report.longrepr, "reprcrash", None) or report.longrepr
+    text = str(getattr(reason, "message", reason)).removeprefix("Skipped: ").removeprefix("Failed: ").strip()
     item.config.stash[RESULTS]["not_measured"].append(
         {"case": case.id, "outcome": report.outcome, "reason": (text.splitlines() or [""])[0]}
     )
@@ -129,9 +131,9 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], N
     def run(source: Any) -> None:
         keep_trace = config.option.tbstyle in ("long", "native")
         if benchmark.disabled:
-            benchmark.pedantic(lambda: attempt(case.id, source.program(case).run_once, keep_trace))
+            benchmark.pedantic(lambda: attempt(source.program(case).run_once, keep_trace))
             return
-        figure = attempt(case.id, lambda: source.figure(case), keep_trace)
+        figure = attempt(lambda: source.figure(case), keep_trace)
         benchmark.group = case.group
         benchmark.extra_info.update(extra_info(case, figure, config.stash[SELECTION]))
         REPLAY.play(benchmark, figure.samples_s)

@@ -44,12 +44,13 @@ class Regime:
 
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
 # 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: it then varies
-# by 0.1 %, against 0.5 % after resting as long as it ran.
+# by 0.1 %, against 0.5 % after resting as long as it ran. A GPU that had nothing to do for seconds is up to 15 % slower
+# for its first 60 ms of such work, which the settling leaves out.
 # Back to back: an H200's power control lets the clocks rise, overshoots some 0.7 s after the load began, and has
 # settled after 1.1 s; each pause of the queue starts that anew.
 _BACK_TO_BACK = Regime(busy_s=0.25, settle_s=1.2)
 REGIMES = {
-    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=2.0, cold_cache=True),
+    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=2.0, settle_s=0.15, cold_cache=True),
     "sustained": _BACK_TO_BACK,
     "in_layer": _BACK_TO_BACK,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,13 +18,13 @@ class Workbench:
         self._value: Any = None
         self._failure: str | None = None
 
-    def get(self, key: Hashable, what: str, build: Callable[[], Any], keep_trace: bool = False) -> Any:
+    def get(self, key: Hashable, build: Callable[[], Any], keep_trace: bool = False) -> Any:
         """The thing of this key, built if it is not there; its failure is remembered like itself."""
         if key != self._key:
             self._key, self._value, self._failure = None, None, None
-            _free_memory()
+            free_memory()
             try:
-                self._value = attempt(what, build, keep_trace)
+                self._value = attempt(build, keep_trace)
             except pytest.fail.Exception as failure:
                 self._failure = str(failure.msg)
             self._key = key
@@ -32,8 +33,8 @@ class Workbench:
         return self._value
 
 
-def attempt(what: str, action: Callable[[], Any], keep_trace: bool) -> Any:
-    """The action's result, or a failed test with one sentence; a dead GPU ends the run.
+def attempt(action: Callable[[], Any], keep_trace: bool) -> Any:
+    """The action's result, or a failed test with one line of what went wrong.
 
     The exception is let go of before the test fails, since its frames hold the tensors that used up the memory.
     """
@@ -42,15 +43,19 @@ def attempt(what: str, action: Callable[[], Any], keep_trace: bool) -> Any:
     except Exception as error:
         if keep_trace:
             raise
-        lines = str(error).strip().splitlines() or [""]
-        sentence = f"{what}: {type(error).__name__}: {lines[0]}"
-    if reason := _free_memory():
-        pytest.exit(f"{sentence} -- the GPU can no longer be used in this process ({reason})", returncode=1)
+        sentence = _in_one_line(error)
+    free_memory()
     pytest.fail(sentence, pytrace=False)
 
 
-def _free_memory() -> str | None:
-    """Gives back memory that nothing uses any more; the error of doing so when the CUDA context is dead."""
+def _in_one_line(error: BaseException) -> str:
+    """The error's kind and its first line, of which the first 300 characters have to do."""
+    lines = str(error).strip().splitlines()
+    return textwrap.shorten(": ".join([type(error).__name__, *lines[:1]]), 300, placeholder=" ...")
+
+
+def free_memory() -> str | None:
+    """Give back memory that nothing uses any more. Returns the error of doing so where the CUDA context is dead."""
     import torch
 
     gc.collect()
@@ -60,5 +65,5 @@ def _free_memory() -> str | None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return _in_one_line(error)
     return None

@@ -71,6 +71,8 @@ class FakeTimeline:
     seed: int = 0
     cold: float = 1.0
     flush_s: float = 0.0
+    waking_s: float = 0.0  # work takes `waking` times as long before this time
+    waking: float = 1.25
 
     host_s: float = 0.0
     end_s: float = 0.0  # when the device will have done everything
@@ -116,6 +118,7 @@ class FakeTimeline:
         factor = 1.0 + self.noise * self._random.gauss(0.0, 1.0) if self.noise else 1.0
         factor *= self.cold if self._is_cold else 1.0
         self._is_cold = False
+        factor *= self.waking if self.host_s < self.waking_s else 1.0
         if (
             self.throttle
             and self._busy_share(self.throttle, max(self.end_s, self.host_s + host_s)) > self.throttle.share

@@ -186,17 +186,13 @@ class TestRegimes:
 
     @pytest.mark.parametrize("device_s", [MS / 16, MS / 2, 2 * MS, 12 * MS, 40 * MS])
     def test_rested_does_not_see_the_throttle(self, device_s: float) -> None:
-        """Right after a sustained measurement, steps of any length have the time of a rested device as their median.
-
-        What the device did before is over after 50 ms: no more than the first two rounds see it.
-        """
+        """Right after a sustained measurement, steps of any length have the time of a rested device in every round."""
         timeline = FakeTimeline(throttle=Throttle(), flush_s=MS / 4)
         step = Step(timeline, {"step": (MS / 8, device_s)})
         watch = Stopwatch(step.program(), timeline)
         watch.time(Regime(busy_s=256 * MS), [["step"]], Limits(max_time_s=0.0))
         samples = watch.time(RESTED, [["step"]], SHORT).device_s["step"]
-        assert set(samples[2:]) == {device_s}
-        assert median(samples) == device_s
+        assert set(samples) == {device_s}
 
     def test_sustained_does_see_it(self) -> None:
         """Back to back the throttled time is reported, with nothing left of the time before it settled."""
@@ -213,6 +209,12 @@ class TestRegimes:
         slow_from = timeline.now() + 0.3
         step.before = lambda: step.costs.update(step=(MS / 8, 3 * MS)) if timeline.end_s > slow_from else None
         assert set(watch.time(SUSTAINED, [["step"]], SHORT).device_s["step"]) == {3 * MS}
+
+    def test_a_device_that_just_woke_up_is_not_measured(self) -> None:
+        """Rounds of the first 100 ms after the warm-up, in which the device is slower, are not in the times."""
+        step = Step(FakeTimeline(waking_s=100 * MS), {"work": (0.0, 2 * MS)})
+        times = Stopwatch(step.program(), step.timeline).time(REGIMES["rested"], [("work",)], Limits())
+        assert set(times.device_s["work"]) == {2 * MS}
 
     def test_a_cold_cache_is_flushed_before_each_round_and_outside_its_time(self) -> None:
         """Work takes 1.5 times as long cold; rested reports that and sustained does not, and no flush is timed."""
@@ -239,7 +241,8 @@ class TestRegimes:
         rested: list[float] = []
         monkeypatch.setattr(step.timeline, "rest", rested.append)
         times = measure(step, RESTED)
-        assert rested == [rest_s] * times.rounds
+        assert set(rested) == {rest_s}
+        assert len(rested) >= times.rounds, "a round was counted without a rest before it"
 
     @pytest.mark.parametrize(
         ("regime", "host_s", "device_s", "rounds"),
