@@ -1,7 +1,7 @@
 """Sessions that set themselves up: `nox -s bench`, `nox -s tests`, `nox -s lint`. What follows `--` goes to the tool.
 
-Sessions see the packages of the interpreter that nox runs on, since NVIDIA's containers bring PyTorch and Transformer
-Engine; with `--no-venv` they use that interpreter itself and install nothing.
+Where there is a GPU, sessions see the packages of the interpreter that nox runs on, since NVIDIA's containers bring
+PyTorch and Transformer Engine. With `--no-venv` they use that interpreter itself and install nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ LINTING = ["ruff==0.17.6", "mypy==2.4.1"]
 TORCH = "torch==2.13.0"
 TRANSFORMER_ENGINE = "transformer_engine[pytorch]>=2.9"
 
+HAS_GPU = shutil.which("nvidia-smi") is not None
+VENV = ["--system-site-packages"] if HAS_GPU else []
+
 
 def _finds(session: nox.Session, module: str) -> bool:
     code = f"import importlib.util; print(importlib.util.find_spec({module!r}) is not None)"
@@ -34,19 +37,19 @@ def _set_up(session: nox.Session, *packages: str) -> None:
     session.install(*packages)
     if not _finds(session, "torch"):
         session.install(TORCH)
-    if shutil.which("nvidia-smi") and not _finds(session, "transformer_engine"):
+    if HAS_GPU and not _finds(session, "transformer_engine"):
         session.log("Transformer Engine is not installed: its PyTorch extension will be compiled, which takes minutes")
         session.install("--no-build-isolation", TRANSFORMER_ENGINE)
 
 
-@nox.session(venv_params=["--system-site-packages"])
+@nox.session(venv_params=VENV)
 def bench(session: nox.Session) -> None:
     """Benchmarks: the GPU suite where a GPU and Transformer Engine are, else the CPU suite; keeps the results."""
     _set_up(session, *MEASURING, *REPORTING)
     session.run("python", "-m", "pytest", "benches", "--benchmark-autosave", *session.posargs)
 
 
-@nox.session(venv_params=["--system-site-packages"])
+@nox.session(venv_params=VENV)
 def tests(session: nox.Session) -> None:
     """Tests: accuracy, and the suite itself. Those that need a GPU say so and are skipped without one."""
     _set_up(session, *MEASURING, *REPORTING, *CHECKING)

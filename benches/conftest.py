@@ -24,7 +24,7 @@ def limits(pytestconfig: pytest.Config) -> Limits:
     return Limits(
         min_rounds=max(option("benchmark_min_rounds"), FEWEST_ROUNDS),
         max_time_s=float(option("benchmark_max_time")),
-        precision=option("benchmark_precision") or Limits.precision,
+        precision=option("benchmark_precision", None) or Limits.precision,
     )
 
 
