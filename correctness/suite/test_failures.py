@@ -35,13 +35,21 @@ OUT_OF_MEMORY = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allo
 DEATH = "torch.cuda.is_initialized, torch.cuda.synchronize = (lambda: True), dead; dead()"
 
 
-def run(folder: Path, fault: str, *options: str) -> tuple[int, str, dict[str, Any]]:
+def run(folder: Path, fault: str) -> tuple[int, str, dict[str, Any]]:
     """Exit code, output and results of three small layers, the second of which has the fault."""
     (folder / "fault.py").write_text(PLUGIN.format(fault=fault))
     names = ("--model=tiny", "--stage=torch", "--stage=torch_sdpa", "--recipe=bf16", "--recipe=fp8_block_scaling")
+    options = (
+        "-p",
+        "fault",
+        "-p",
+        "no:cacheprovider",
+        "--device=cpu",
+        "--benchmark-max-time=0.02",
+        f"--benchmark-json={folder / 'out.json'}",
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "fault", "-p", "no:cacheprovider", "benches/bench_layers.py"]
-        + ["--device=cpu", *names, "--benchmark-max-time=0.02", f"--benchmark-json={folder / 'out.json'}", *options],
+        [sys.executable, "-m", "pytest", "benches/bench_layers.py", *names, *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(folder)},
         text=True,
