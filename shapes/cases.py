@@ -74,11 +74,16 @@ class GemmCase(_Case):
     linear: str
 
 
+def _only_emulated(stage: str, recipe: str, device: str) -> bool:
+    """Emulation stands in for a GPU; on one its times would say nothing."""
+    return device == "cuda" and STAGES[stage].backend == "torch" and RECIPES[recipe].quantized
+
+
 def layer_cases(model: str, stages: Sequence[str], recipes: Sequence[str], device: str) -> Iterator[LayerCase]:
     """Cases of a model's layer. On a GPU, PyTorch's stages have no quantized recipes; on a CPU they emulate them."""
     for stage in stages:
         for recipe in recipes:
-            if device == "cuda" and STAGES[stage].backend == "torch" and RECIPES[recipe].quantized:
+            if _only_emulated(stage, recipe, device):
                 continue
             for regime in LAYER_REGIMES[device]:
                 for pass_name in LAYER_PASSES:
@@ -119,7 +124,7 @@ def support(
     if needs_te:
         if reason := (te_reason or _ask_te)(recipe):
             return f"{recipe}: {reason}"
-    elif device == "cuda" and RECIPES[recipe].quantized:
+    elif stage and _only_emulated(stage, recipe, device):
         return f"on a GPU {recipe} needs a stage of Transformer Engine; PyTorch's stages emulate it on the CPU only"
     for linear in group.linears:
         if reason := RECIPES[recipe].misaligned(linear.tokens, linear.in_features, linear.out_features):

@@ -77,11 +77,10 @@ class LinearGroup:
 
 def layer_linears(config: ModelConfig) -> LinearGroup:
     """The four linears of a layer: fused q, k, v, and gate and up fused where the MLP is gated."""
-    up_size = config.intermediate_size * (2 if config.gated_mlp else 1)
     sizes = {
-        "qkv": (config.hidden_size, config.query_size + 2 * config.key_value_size),
+        "qkv": (config.hidden_size, config.qkv_size),
         "attn_out": (config.query_size, config.hidden_size),
-        "mlp_up": (config.hidden_size, up_size),
+        "mlp_up": (config.hidden_size, config.mlp_up_size),
         "mlp_down": (config.intermediate_size, config.hidden_size),
     }
     linears = tuple(Linear(name, config.tokens, *sizes[name]) for name in LINEARS)

@@ -109,6 +109,16 @@ class ModelConfig:
         """Width of all keys (and of all values)."""
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def qkv_size(self) -> int:
+        """Width of queries, keys and values together: the output of the fused projection."""
+        return self.query_size + 2 * self.key_value_size
+
+    @property
+    def mlp_up_size(self) -> int:
+        """Output width of the MLP's first projection: gate and up together where it is gated."""
+        return self.intermediate_size * (2 if self.gated_mlp else 1)
+
 
 # Root mean square norms before attention and MLP, SwiGLU, no biases.
 _LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "hidden_act": "silu", "gated_mlp": True}

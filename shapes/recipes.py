@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 TENSOR = (0, 0)  # one scale for the whole tensor
@@ -71,6 +71,19 @@ class Recipe:
 _ANY = ((0, 0), (99, 0))
 _BF16, _FP16 = Operand("bf16"), Operand("fp16")
 
+# What the two recipes with one scale per tensor share.
+_FP8_PER_TENSOR = Recipe(
+    "",
+    activation=Operand("e4m3", TENSOR),
+    weight=Operand("e4m3", TENSOR),
+    gradient=Operand("e5m2", TENSOR),
+    scale="float32",
+    capability=((8, 9), (99, 0)),
+    align_forward=(8, 16, 8),
+    align_backward=(16, 16, 16),
+    can_prequantize=True,
+)
+
 # Formats, granularity and split of hardware: transformer_engine/common/recipe/__init__.py and
 # transformer_engine/pytorch/quantization.py of TE 2.20.2. Alignment: the checks of TE's modules (forward) and of
 # its cuBLASLt calls (backward: the contracted dimension is then tokens or out_features).
@@ -79,29 +92,8 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe("bf16", _BF16, _BF16, _BF16, None, _ANY),
         Recipe("fp16", _FP16, _FP16, _FP16, None, _ANY, compute_dtype="float16", default=False),
-        Recipe(
-            "fp8_delayed_scaling",
-            activation=Operand("e4m3", TENSOR),
-            weight=Operand("e4m3", TENSOR),
-            gradient=Operand("e5m2", TENSOR),
-            scale="float32",
-            capability=((8, 9), (99, 0)),
-            align_forward=(8, 16, 8),
-            align_backward=(16, 16, 16),
-            can_prequantize=True,
-            history=1024,
-        ),
-        Recipe(
-            "fp8_current_scaling",
-            activation=Operand("e4m3", TENSOR),
-            weight=Operand("e4m3", TENSOR),
-            gradient=Operand("e5m2", TENSOR),
-            scale="float32",
-            capability=((8, 9), (99, 0)),
-            align_forward=(8, 16, 8),
-            align_backward=(16, 16, 16),
-            can_prequantize=True,
-        ),
+        replace(_FP8_PER_TENSOR, id="fp8_delayed_scaling", history=1024),
+        replace(_FP8_PER_TENSOR, id="fp8_current_scaling"),
         Recipe(
             "fp8_block_scaling",
             activation=Operand("e4m3", (1, 128)),

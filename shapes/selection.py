@@ -85,11 +85,14 @@ def select(
     chosen = _known("recipe", recipes or default_recipes, tuple(RECIPES))
     if not set(chosen) - set(without):
         raise ValueError(f"no recipe is left: {', '.join(chosen)} was asked for and left out")
+    known_stages = _known("stage", stages or tuple(STAGES), tuple(STAGES))
+    if stages and recipes and device == "cuda" and not any(layer_cases("", known_stages, chosen, device)):
+        raise ValueError(f"on a GPU {', '.join(known_stages)} run unquantized recipes only, not {', '.join(chosen)}")
     return Selection(
         device=device,
         models=_models(models or (() if shapes else DEFAULT_MODELS[device]), bool(models), hyperparameters or {}),
         shapes=parse_shapes(shapes) if shapes else None,
-        stages=_known("stage", stages or tuple(STAGES), tuple(STAGES)),
+        stages=known_stages,
         recipes=tuple(name for name in chosen if name not in without),
         modes=tuple(modes),
     )

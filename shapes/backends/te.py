@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shapes.backends import torch_layers
+from shapes.backends.emulation.formats import FORMATS
 from shapes.backends.torch_layers import Parts
 from shapes.gemms import PASSES, Linear
 from shapes.models import ModelConfig
@@ -96,13 +97,15 @@ def unsupported_reason(recipe: str) -> str | None:
         te = _te()
     except Exception as error:  # a broken installation raises anything
         return f"Transformer Engine cannot be imported: {type(error).__name__}: {error}"
+    if not hasattr(te, "autocast"):
+        return f"Transformer Engine {version()} is too old: this suite needs 2.9 or newer"
     if recipe not in _RECIPES:
         return None
     class_name, query = _RECIPES[recipe]
     import transformer_engine.common.recipe as recipes
 
     if not hasattr(recipes, class_name) or not hasattr(te, query):
-        return f"this Transformer Engine ({version()}) has no {class_name}; 2.9 and newer have it"
+        return f"Transformer Engine {version()} has no {class_name}"
     supported, reason = getattr(te, query)(return_reason=True)
     return None if supported else reason or f"{query}() is false"
 
@@ -162,9 +165,8 @@ def _fused_parts(config: ModelConfig, dtype: torch.dtype, device: str) -> Parts:
     te = _te()
     common: dict[str, Any] = dict(bias=config.bias, params_dtype=dtype, device=device)
     norm: dict[str, Any] = dict(eps=config.norm_eps, normalization=config.normalization)
-    qkv_size = config.query_size + 2 * config.key_value_size
     return Parts(
-        norm_qkv=te.LayerNormLinear(config.hidden_size, qkv_size, **norm, **common),
+        norm_qkv=te.LayerNormLinear(config.hidden_size, config.qkv_size, **norm, **common),
         attn_out=te.Linear(config.query_size, config.hidden_size, **common),
         norm_mlp=te.LayerNormMLP(
             config.hidden_size,
@@ -208,9 +210,21 @@ class _TransformerLayer(nn.Module):
         return self.layer(x, rotary_pos_emb=self.angles)
 
 
+def _forget_earlier_layers() -> None:
+    """Empty TE's process-wide buffers of delayed scaling.
+
+    They keep the histories of every module that ever ran, and every quantized layer that runs later, in any recipe,
+    updates them all in each step.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+
+
 def build(config: ModelConfig, stage: Stage, recipe: Recipe, device: str) -> tuple[nn.Module, dict[str, str]]:
     """A stage made of TE's modules, and where its weights lie (name -> path of the parameter)."""
     te = _te()
+    _forget_earlier_layers()
     dtype = getattr(torch, recipe.compute_dtype)
     if stage.fused == "layer":
         return _TransformerLayer(config, dtype, device), _LAYER_PATHS
@@ -234,8 +248,7 @@ def build(config: ModelConfig, stage: Stage, recipe: Recipe, device: str) -> tup
 
 def _delayed_quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
     """A scale as delayed scaling has it once its history has seen the data: largest finite value / amax."""
-    largest = {"e4m3": 448.0, "e5m2": 57344.0}[getattr(recipe, role).element]
-    scale = (largest / data.abs().max().float()).reshape(1)
+    scale = (FORMATS[getattr(recipe, role).element].max_finite / data.abs().max().float()).reshape(1)
     return _te().Float8Quantizer(scale, torch.zeros_like(scale), _fp8_dtype(recipe, role))
 
 
@@ -281,8 +294,8 @@ def quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
     """The quantizer that TE's modules use for `activation`, `weight` or `gradient`, row- and column-wise."""
     result = _QUANTIZERS[recipe.id](recipe, role, data)
     result.internal = True  # as the modules do: plain storage, no autograd
-    if hasattr(result, "optimize_for_gemm"):  # TE 2.12: scales in the layout of the GEMM
-        result.optimize_for_gemm = True
+    if hasattr(result, "optimize_for_gemm"):  # TE 2.12 and newer: scales in the layout that the GEMM wants
+        result.optimize_for_gemm = recipe.id != "nvfp4" or all(size % 128 == 0 for size in data.shape)
     return result
 
 
@@ -299,7 +312,7 @@ def _gemm_function() -> Callable[..., Any]:
 
 
 class TeGemms:
-    """The GEMMs of one linear as te.Linear calls them, and the quantizations around them, each step alone.
+    """The GEMMs of one linear as a te.Linear without bias calls them, and the quantizations around them, one by one.
 
     x is (tokens, in), w (out, in), dy (tokens, out); the results are (tokens, out), (tokens, in), (out, in). Operands
     and outputs keep their memory, so that every round has the same addresses.

@@ -100,12 +100,12 @@ def split_parts(
     rope: Callable[[Tensor], Tensor],
 ) -> Parts:
     """Parts in which each norm and each linear (in_features, out_features) is a module of its own."""
-    hidden, up_size = config.hidden_size, config.intermediate_size * (2 if config.gated_mlp else 1)
+    hidden = config.hidden_size
     return Parts(
-        norm_qkv=nn.Sequential(norm(), linear(hidden, config.query_size + 2 * config.key_value_size)),
+        norm_qkv=nn.Sequential(norm(), linear(hidden, config.qkv_size)),
         attn_out=linear(config.query_size, hidden),
         norm_mlp=nn.Sequential(
-            norm(), linear(hidden, up_size), Activation(config), linear(config.intermediate_size, hidden)
+            norm(), linear(hidden, config.mlp_up_size), Activation(config), linear(config.intermediate_size, hidden)
         ),
         attention=attention,
         rope=rope,
