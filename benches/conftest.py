@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import pytest
 from benches.harness.stash import SELECTION
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
-from benches.harness.workbench import Workbench
+from benches.harness.workbench import Workbench, keeps_traces
 from shapes.cases import support
 
 if TYPE_CHECKING:  # it imports torch, which collecting must not
@@ -21,11 +22,11 @@ if TYPE_CHECKING:  # it imports torch, which collecting must not
 def limits(pytestconfig: pytest.Config) -> Limits:
     """When a measurement ends: pytest-benchmark's options."""
     option = pytestconfig.getoption
-    return Limits(
-        min_rounds=max(option("benchmark_min_rounds"), FEWEST_ROUNDS),
-        max_time_s=float(option("benchmark_max_time")),
-        precision=option("benchmark_precision", None) or Limits.precision,
+    limits = Limits(
+        min_rounds=max(option("benchmark_min_rounds"), FEWEST_ROUNDS), max_time_s=float(option("benchmark_max_time"))
     )
+    precision = option("benchmark_precision", None)  # pytest-benchmark has it since 5.3, of the mean; here the median's
+    return replace(limits, precision=precision, confidence=option("benchmark_confidence")) if precision else limits
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +44,7 @@ def workbench() -> Workbench:
 def _shared(config: pytest.Config, workbench: Workbench, key: tuple[str, ...], reason: str | None, build: Any) -> Any:
     if reason:
         pytest.skip(reason)
-    return workbench.get(key, build, keep_trace=config.option.tbstyle in ("long", "native"))
+    return workbench.get(key, build, keeps_traces(config))
 
 
 @pytest.fixture

@@ -38,6 +38,19 @@ def why_not_cuda() -> str | None:
     return None
 
 
+def unusable(device: str) -> str | None:
+    """Why nothing can run on the device, or None. Imports torch."""
+    if not importlib.util.find_spec("torch"):
+        return "PyTorch is not installed"
+    if device == "cpu":
+        return None
+    if not gpu_count():
+        return "--device cuda: the CUDA driver offers no GPU"
+    import torch
+
+    return None if torch.cuda.is_available() else f"--device cuda: PyTorch {torch.__version__} cannot use the GPU"
+
+
 def declared_versions() -> dict[str, str]:
     """Versions of installed packages, by their metadata."""
     versions = {}

@@ -40,9 +40,9 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     return ordered[ranks[0]], ordered[ranks[1]]
 
 
-def is_precise(samples: Sequence[float], tolerance: float) -> bool:
+def is_precise(samples: Sequence[float], tolerance: float, confidence: float = 0.95) -> bool:
     """Whether the median's interval lies within +- tolerance (relative) of the median."""
-    interval = median_interval(samples)
+    interval = median_interval(samples, confidence)
     if interval is None:
         return False
     middle = median(samples)

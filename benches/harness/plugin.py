@@ -14,11 +14,11 @@ from benches.harness.medians import median
 from benches.harness.replay import REPLAY
 from benches.harness.stash import RESULTS, SELECTION
 from benches.harness.stopwatch import Figure
-from benches.harness.workbench import attempt, free_memory
+from benches.harness.workbench import attempt, free_memory, keeps_traces
+from benches.report.analysis import SCHEMA, analyse
 from shapes.cases import GemmCase, LayerCase, support
 from shapes.selection import Selection
 
-SCHEMA = 1
 CASE_KINDS = (LayerCase, GemmCase)
 
 
@@ -129,11 +129,11 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], N
     assert case is not None, "a test that measures has all parameters of a kind of case"
 
     def run(source: Any) -> None:
-        keep_trace = config.option.tbstyle in ("long", "native")
+        keep_trace = keeps_traces(config)
         if benchmark.disabled:
-            benchmark.pedantic(lambda: attempt(source.program(case).run_once, keep_trace))
+            benchmark.pedantic(lambda: attempt(lambda: source.run_once(case), keep_trace))
             return
-        figure = attempt(lambda: source.figure(case), keep_trace)
+        figure = source.figure(case, keep_trace)
         benchmark.group = case.group
         benchmark.extra_info.update(extra_info(case, figure, config.stash[SELECTION]))
         REPLAY.play(benchmark, figure.samples_s)
@@ -160,8 +160,16 @@ def _will_run(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Load Transformer Engine before anything else loads a cuDNN: in an environment with two, both must use its."""
-    if session.items and _will_run(session.config) and session.config.stash[SELECTION].device == "cuda":
+    """Before cases run: end with one line where the device cannot be used, and load Transformer Engine.
+
+    TE comes before anything else that loads cuDNN: in an environment with two of them, both must use TE's.
+    """
+    device = session.config.stash[SELECTION].device
+    if not _will_run(session.config) or not any(case_of(item) for item in session.items):
+        return
+    if reason := devices.unusable(device):
+        raise pytest.UsageError(reason)
+    if device == "cuda":
         from shapes.backends.te import unsupported_reason
 
         unsupported_reason("bf16")
@@ -201,7 +209,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     results = config.stash[RESULTS]
     if not results["benchmarks"]:
         return
-    from benches.report.analysis import analyse
     from benches.report.terminal import render
 
     machine_info = _machine_info(config)

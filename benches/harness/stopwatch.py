@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,8 @@ class Regime:
 
     A batch holds as many rounds as fit into `busy_s` of device time, at least one. Before it the device rests for
     `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Without a rest, and with a host fast
-    enough, there are no batches but one unbroken stream. Rounds of the first `settle_s` seconds are not counted.
+    enough, there are no batches but one unbroken stream; a launch-bound program cannot run back to back, in training
+    neither. Rounds of the first `settle_s` seconds are not counted. With `cold_cache` each segment finds an empty L2.
     """
 
     busy_s: float
@@ -58,11 +58,15 @@ REGIMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: all medians known to `precision` (relative, 95 %), or after `max_time_s`."""
+    """When to stop: all medians known to `precision` (relative, with `confidence`), or after `max_time_s`."""
 
     min_rounds: int = FEWEST_ROUNDS
     max_time_s: float = 1.0
     precision: float = 0.0025
+    confidence: float = 0.95
+
+
+Span = tuple[Mark, Mark]  # where a segment starts and ends
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Times:
         """The time of these segments together."""
         samples = [sum(parts) for parts in zip(*(self.device_s[name] for name in segments), strict=True)]
         host = [sum(parts) for parts in zip(*(self.host_s[name] for name in segments if self.host_s), strict=True)]
-        return Figure(samples, host, is_precise(samples, self.limits.precision))
+        return Figure(samples, host, is_precise(samples, self.limits.precision, self.limits.confidence))
 
     def add(self, rounds: Sequence[dict[str, float]]) -> None:
         """Append rounds."""
@@ -120,17 +124,24 @@ def _collect(
     now: Callable[[], float],
     batch: Callable[[], list[dict[str, float]]],
 ) -> None:
-    """Add batches until the figures are known well enough, or time is up and there are enough rounds (or none)."""
+    """Add batches until the figures are known well enough, or time is up and there are enough rounds.
+
+    A program of which no round was counted for as long as it may take is given up.
+    """
     limits = times.limits
-    end = now() + limits.max_time_s
+    progress = now()
+    end = progress + limits.max_time_s
     next_check = limits.min_rounds
     while True:
-        times.add(batch())
+        if rounds := batch():
+            times.add(rounds)
+            progress = now()
         if times.rounds >= next_check:
             if times.suffice(figures):
                 return
             next_check = times.rounds + 1 + times.rounds // 8  # looking costs time, and each look is a chance to err
-        if now() >= end and (times.rounds >= limits.min_rounds or not times.rounds):
+        stuck = not rounds and now() - progress >= limits.max_time_s
+        if now() >= end and (times.rounds >= limits.min_rounds or stuck):
             return
 
 
@@ -195,20 +206,24 @@ class Stopwatch:
         lag_s = max(0.0, self.host_round_s - self.device_round_s) * (rounds - 1)
         return min(MOST_SPIN_S, SPIN_FLOOR_S + self.margin * (self.host_round_s + lag_s))
 
-    def _enqueue_round(self, cold_cache: bool = False) -> list[Mark] | None:
-        """Marks around each segment of a round; None if the device began it before it was wholly enqueued."""
-        self.program.reset()
-        if cold_cache:
-            self.timeline.flush_cache()
-        marks = [self.timeline.mark()]
-        for segment in self.program.segments:
-            segment.run()
-            marks.append(self.timeline.mark())
-        return None if marks[0].reached() else marks
+    def _enqueue_round(self, cold_cache: bool = False) -> list[Span] | None:
+        """Marks around each segment of a round; None if the device began it before it was wholly enqueued.
 
-    def _seconds(self, marks: list[Mark]) -> dict[str, float]:
+        With a cold cache, each segment begins after a flush that is in no time. Otherwise one begins where the other
+        ended, and their times add up to the whole.
+        """
+        self.program.reset()
+        spans: list[Span] = []
+        for segment in self.program.segments:
+            if cold_cache:
+                self.timeline.flush_cache()
+            start = self.timeline.mark() if cold_cache or not spans else spans[-1][1]
+            segment.run()
+            spans.append((start, self.timeline.mark()))
+        return None if spans[0][0].reached() else spans
+
+    def _seconds(self, spans: list[Span]) -> dict[str, float]:
         """Device time of each segment, once the device has reached the marks."""
-        spans = itertools.pairwise(marks)
         return {
             segment.name: start.seconds_until(end)
             for segment, (start, end) in zip(self.program.segments, spans, strict=True)
@@ -218,25 +233,24 @@ class Stopwatch:
         """Times of those rounds that were wholly enqueued before the device began them."""
         self.timeline.synchronize()
         self.timeline.spin(self._spin_seconds(rounds))
-        marked = [marks for _ in range(rounds) if (marks := self._enqueue_round(cold_cache))]
+        marked = [spans for _ in range(rounds) if (spans := self._enqueue_round(cold_cache))]
         self.timeline.synchronize()
         if len(marked) < rounds:
             self.margin = min(MOST_MARGIN, self.margin * 1.5)
-        return [self._seconds(marks) for marks in marked]
+        return [self._seconds(spans) for spans in marked]
 
     def _stream(self) -> Iterator[list[dict[str, float]]]:
         """Rounds without end and without a gap: the host stays some rounds ahead and reads the oldest."""
         ahead = max(3, int(HOST_WORK_S / self.device_round_s))
-        queue: deque[tuple[list[Mark] | None, Mark]] = deque()
+        queue: deque[tuple[list[Span] | None, Mark]] = deque()
         self.timeline.synchronize()
         self.timeline.spin(self._spin_seconds(1))
         while True:
-            marks = self._enqueue_round()
-            queue.append((marks, self.timeline.mark()))
+            queue.append((self._enqueue_round(), self.timeline.mark()))
             if len(queue) == ahead:
-                marks, end = queue.popleft()
+                spans, end = queue.popleft()
                 end.wait()
-                yield [self._seconds(marks)] if marks else []
+                yield [self._seconds(spans)] if spans else []
 
     def rounds_per_batch(self, regime: Regime) -> int:
         """As many as fit into the regime's busy time, and, behind one spin, into the host's work."""

@@ -10,27 +10,40 @@ from typing import Any
 import pytest
 
 
-class Workbench:
-    """Keeps the thing that was built last and nothing else, so that GPU memory holds one layer at a time."""
+class Memo:
+    """Things by key, each made once; a failure is remembered in its one line."""
 
     def __init__(self) -> None:
-        self._key: Hashable = None
-        self._value: Any = None
-        self._failure: str | None = None
+        self._made: dict[Hashable, Any] = {}
+        self._failures: dict[Hashable, str] = {}
 
-    def get(self, key: Hashable, build: Callable[[], Any], keep_trace: bool = False) -> Any:
-        """The thing of this key, built if it is not there; its failure is remembered like itself."""
-        if key != self._key:
-            self._key, self._value, self._failure = None, None, None
-            free_memory()
+    def get(self, key: Hashable, make: Callable[[], Any], keep_trace: bool = False) -> Any:
+        """The thing of this key, made if it is not there, or its failure."""
+        if key in self._failures:
+            pytest.fail(self._failures[key], pytrace=False)
+        if key not in self._made:
             try:
-                self._value = attempt(build, keep_trace)
+                self._made[key] = attempt(make, keep_trace)
             except pytest.fail.Exception as failure:
-                self._failure = str(failure.msg)
-            self._key = key
-        if self._failure:
-            pytest.fail(self._failure, pytrace=False)
-        return self._value
+                self._failures[key] = str(failure.msg)
+                raise
+        return self._made[key]
+
+
+class Workbench(Memo):
+    """Keeps the thing that was made last and nothing else, so that GPU memory holds one layer at a time."""
+
+    def get(self, key: Hashable, make: Callable[[], Any], keep_trace: bool = False) -> Any:
+        """The thing of this key; a new one is made when the last one is gone."""
+        if key not in self._made:
+            self._made.clear()
+            free_memory()
+        return super().get(key, make, keep_trace)
+
+
+def keeps_traces(config: pytest.Config) -> bool:
+    """Whether the user asked for whole tracebacks instead of one line."""
+    return config.option.tbstyle in ("long", "native")
 
 
 def attempt(action: Callable[[], Any], keep_trace: bool) -> Any:

@@ -21,8 +21,8 @@ SCHEMA = 1
 REFERENCE_RECIPE = "bf16"
 REFERENCE_STAGES = ("torch", "torch_sdpa")
 # Training runs back to back, so that regime is preferred. A table is of one regime only.
-LAYER_REGIMES = ("sustained", "rested")
-GEMM_REGIMES = ("in_layer", "rested")
+PREFERRED_LAYER_REGIMES = ("sustained", "rested")
+PREFERRED_GEMM_REGIMES = ("in_layer", "rested")
 KNOWN = {"stage": tuple(STAGES), "recipe": tuple(RECIPES)}
 
 Case = TypeVar("Case", LayerCase, GemmCase)
@@ -58,6 +58,7 @@ class LayerRow:
     seconds: Seconds
     speedups: dict[str, float | None]
     launch_bound: frozenset[str]  # passes
+    uncertainty: float | None  # of forward_backward: half the 95 % interval of its median, relative
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ def _config(name: str, entry: Mapping[str, Any]) -> ModelConfig | None:
 
 def _layer_table(measured: Mapping[LayerCase, Measurement[LayerCase]]) -> LayerTable | None:
     """Rows are the combinations measured in any regime, so that one lost in the table's regime stays visible."""
-    regime = _first(LAYER_REGIMES, {case.regime for case in measured})
+    regime = _first(PREFERRED_LAYER_REGIMES, {case.regime for case in measured})
     if regime is None:
         return None
     model = next(iter(measured)).model
@@ -316,7 +317,8 @@ def _layer_table(measured: Mapping[LayerCase, Measurement[LayerCase]]) -> LayerT
             times = seconds(stage, recipe)
             speedups = {name: ratio(time, times["forward_backward"]) for name, time in references.items()}
             slow = {case.pass_name for case in slow_launches if (case.stage, case.recipe) == (stage, recipe)}
-            rows.append(LayerRow(stage, recipe, times, speedups, frozenset(slow)))
+            whole = measured.get(LayerCase(model, stage, recipe, regime, "forward_backward"))
+            rows.append(LayerRow(stage, recipe, times, speedups, frozenset(slow), whole.uncertainty if whole else None))
     return LayerTable(regime, tuple(rows))
 
 
@@ -328,9 +330,11 @@ def _given_shapes(name: str, measured: Iterable[GemmCase], not_measured: Sequenc
 
 
 def _gemm_table(mode: str, group: LinearGroup, measured: Mapping[GemmCase, Measurement[GemmCase]]) -> GemmTable | None:
-    """None when no recipe was measured in this mode."""
-    regime = _first(GEMM_REGIMES, {case.regime for case in measured})
-    if regime is None or not any((case.mode, case.regime) == (mode, regime) for case in measured):
+    """None when no recipe was measured in this mode; unquantized ones alone make no second table."""
+    regime = _first(PREFERRED_GEMM_REGIMES, {case.regime for case in measured})
+    recipes = {case.recipe for case in measured if (case.mode, case.regime) == (mode, regime)}
+    quantized = {case.recipe for case in measured if RECIPES[case.recipe].quantized}
+    if regime is None or not recipes or (quantized and not quantized & recipes):
         return None
 
     def find(recipe: str, gemm: Gemm) -> Measurement[GemmCase] | None:

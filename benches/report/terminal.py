@@ -156,16 +156,20 @@ def _layer_table(table: LayerTable, page: Page) -> str:
             for name in LAYER_PASSES
         ]
         speedups = [Cell(times(row.speedups[stage])) for stage in REFERENCE_STAGES]
-        lines.append(Line((row.stage, row.recipe), (*passes, *speedups)))
+        lines.append(Line((row.stage, row.recipe), (*passes, Cell(percent(row.uncertainty)), *speedups)))
         if row.stage != (table.rows[index - 1].stage if index else row.stage):
             ends.add(index - 1)
     headers = [
         "stage",
         "recipe",
         *(f"{name.replace('_', '_~')}~{unit}" for name in LAYER_PASSES),
+        "+-",
         *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in REFERENCE_STAGES),
     ]
-    title = f"Layer in {unit}, regime {table.regime}. Speedups: of forward_backward over {REFERENCE_RECIPE} stages."
+    title = (
+        f"Layer in {unit}, regime {table.regime}. +-: half the 95 % interval of forward_backward's median. "
+        f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages."
+    )
     return _table(title, headers, lines, ends, page)
 
 

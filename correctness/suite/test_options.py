@@ -71,6 +71,15 @@ class TestErrors:
         assert line.startswith("ERROR: ")
         assert [word for word in words if word not in line] == []
 
+    def test_a_gpu_that_is_not_there_is_one_line_and_not_a_failure_per_case(self) -> None:
+        """--device=cuda where the driver offers no GPU; what would run can still be listed."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            done = suite("--device=cuda", "--model=tiny")
+            assert done.returncode == pytest.ExitCode.USAGE_ERROR
+            assert done.stderr.strip() == "ERROR: --device cuda: the CUDA driver offers no GPU"
+            assert collected("--device=cuda", "--model=tiny", "--stage=te_layer", "--recipe=bf16")
+
 
 class TestStartingFast:
     """Nothing heavy is imported before there is something to run."""

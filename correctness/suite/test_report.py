@@ -156,6 +156,30 @@ def test_gemm_modes_share_the_unquantized_reference() -> None:
     assert model.quantization_share("bf16") is None
 
 
+def test_unquantized_recipes_alone_are_no_table_beside_one_of_the_other_mode() -> None:
+    """Where GEMMs were measured prequantized only, bf16 is the reference there and not a table of its own."""
+    (model,) = analysis_of(keep=lambda case: not (isinstance(case, GemmCase) and is_quantized_autocast(case))).models
+    assert list(model.gemms) == ["prequantized"]
+    (model,) = analysis_of(keep=lambda case: case.recipe == "bf16").models
+    assert list(model.gemms) == ["autocast"]
+
+
+def is_quantized_autocast(case: GemmCase) -> bool:
+    """Whether a case needs quantization and has it in its time."""
+    return case.mode == "autocast" and case.recipe != "bf16"
+
+
+def test_layer_rows_say_how_well_their_time_is_known() -> None:
+    """Half the interval of forward_backward's median, relative to it, in its own column."""
+    analysis = analysis_of()
+    assert analysis.models[0].layers is not None
+    row = analysis.models[0].layers.rows[0]
+    assert row.uncertainty is not None
+    assert f"{100 * row.uncertainty:.1f} %" in next(
+        line for line in render(analysis, 120).splitlines() if line.startswith(row.stage)
+    )
+
+
 def test_gemms_of_both_modes_are_in_layer() -> None:
     """In-layer times predict training, so rested ones are shown only without them."""
     assert {table.regime for table in analysis_of().models[0].gemms.values()} == {"in_layer"}

@@ -133,6 +133,19 @@ class TestLaunchesHidden:
         with pytest.raises(HostTooSlowError):
             watch.time(PLAIN, [["step"]], SHORT)
 
+    @pytest.mark.parametrize("regime", [PLAIN, RESTED], ids=["plain", "rested"])
+    def test_a_step_that_begins_to_wait_after_some_rounds_is_given_up(self, regime: Regime) -> None:
+        """The rounds before that are reported, fewer than asked for and not precise; it does not go on for ever."""
+        timeline = FakeTimeline(noise=0.01)
+        step = Step(timeline, {"step": (TICK, MS)})
+        watch = Stopwatch(step.program(), timeline)
+        begin = timeline.now() + regime.settle_s + 3 * (regime.rest_s + MS)
+        step.before = lambda: timeline.synchronize() if timeline.now() > begin else None
+        figure = watch.time(regime, [["step"]], Limits(min_rounds=1000, max_time_s=0.2)).figure(["step"])
+        assert 0 < len(figure.samples_s) < 1000
+        assert not figure.precise
+        assert timeline.now() < begin + 3 * 0.2
+
 
 class TestSegments:
     """Times of the pieces of a round."""
@@ -215,6 +228,12 @@ class TestRegimes:
         step = Step(FakeTimeline(waking_s=100 * MS), {"work": (0.0, 2 * MS)})
         times = Stopwatch(step.program(), step.timeline).time(REGIMES["rested"], [("work",)], Limits())
         assert set(times.device_s["work"]) == {2 * MS}
+
+    def test_every_segment_of_a_rested_round_finds_a_cold_cache(self) -> None:
+        """A GEMM is as cold after its quantizations as one that has none, and their times add up without flushes."""
+        step = Step(FakeTimeline(cold=1.5, flush_s=MS), {"quantize": (TICK, MS), "gemm": (TICK, 2 * MS)})
+        figure = measure(step, RESTED).figure(["quantize", "gemm"])
+        assert set(figure.samples_s) == {1.5 * 3 * MS}
 
     def test_a_cold_cache_is_flushed_before_each_round_and_outside_its_time(self) -> None:
         """Work takes 1.5 times as long cold; rested reports that and sustained does not, and no flush is timed."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from benches.harness.workbench import Workbench, attempt, free_memory
+from benches.harness.workbench import Memo, Workbench, attempt, free_memory
 
 
 class Thing:
@@ -67,6 +67,35 @@ class TestSharing:
             assert bench.get("b", lambda: alive() is None) is True
         finally:
             gc.enable()
+
+
+class TestMemo:
+    """All things by their keys."""
+
+    def test_it_keeps_what_was_made_for_every_key(self) -> None:
+        """Each is made once."""
+        memo, made = Memo(), []
+
+        def make(key: str) -> str:
+            made.append(key)
+            return key.upper()
+
+        assert [memo.get(key, partial(make, key)) for key in "abab"] == ["A", "B", "A", "B"]
+        assert made == ["a", "b"]
+
+    def test_a_failure_stays_with_its_key(self) -> None:
+        """It is not tried again, and the others go on."""
+        memo, tries = Memo(), []
+
+        def fail() -> NoReturn:
+            tries.append(1)
+            raise RuntimeError("out of memory")
+
+        for _ in range(2):
+            with pytest.raises(pytest.fail.Exception, match="RuntimeError: out of memory"):
+                memo.get("a", fail)
+        assert memo.get("b", lambda: 5) == 5
+        assert len(tries) == 1
 
 
 class TestFailing:
