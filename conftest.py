@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benches.harness import device as devices
+from benches.harness.safety import check_options
 from benches.harness.stash import RESULTS, SELECTION
 from shapes.cases import MODES
-from shapes.models import HYPERPARAMETERS
+from shapes.models import HYPERPARAMETERS, MODELS
+from shapes.recipes import RECIPES
 from shapes.selection import select
+from shapes.stages import STAGES
 
 pytest_plugins = ["benches.harness.plugin"]
 
@@ -18,24 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("Transformer Engine suite")
     add = group.addoption
     add("--device", choices=("auto", *devices.DEVICES), default="auto", help="auto: the GPU if it and TE are there")
-    add(
-        "--model",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="model to measure; repeatable (python -m shapes lists them)",
-    )
-    add(
-        "--stage",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="stage to measure, from torch to te_layer; repeatable",
-    )
-    add("--recipe", action="append", default=[], metavar="NAME", help="precision recipe to measure; repeatable")
+    for name, table in (("model", MODELS), ("stage", STAGES), ("recipe", RECIPES)):
+        known = f"{name} to measure; repeatable; one of {', '.join(table)}"
+        add(f"--{name}", action="append", default=[], metavar="NAME", help=known)
     for name in HYPERPARAMETERS:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name} of the models, or of a new one")
-    add("--shapes", metavar="MxKxN,...", help="linears to measure: tokens x in_features x out_features")
+    shapes_help = "linears to measure: tokens x in_features x out_features; repeatable"
+    add("--shapes", action="append", default=[], metavar="MxKxN,...", help=shapes_help)
     add("--pre-quantize", action="store_true", help="GEMMs alone, quantized beforehand; default: with and without")
     add("--no-fp8", action="store_true", help="leave out mxfp8")
     add("--no-fp4", action="store_true", help="leave out nvfp4")
@@ -58,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
             device=device,
             models=option("model"),
             hyperparameters={name: option(name) for name in HYPERPARAMETERS},
-            shapes=option("shapes"),
+            shapes=",".join(option("shapes")) if option("shapes") else None,
             stages=option("stage"),
             recipes=option("recipe"),
             without=[recipe for recipe, flag in (("mxfp8", "no_fp8"), ("nvfp4", "no_fp4")) if option(flag)],
@@ -66,4 +58,5 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[RESULTS] = {"benchmarks": [], "not_measured": []}
+    check_options(config)
+    config.stash[RESULTS] = {"benchmarks": [], "not_measured": [], "selected": 0}

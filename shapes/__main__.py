@@ -209,6 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # What is still buffered would be flushed at exit and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"cannot print: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 
-from shapes.models import ModelConfig
+from shapes.models import LARGEST, ModelConfig
 
 PASSES = ("fprop", "dgrad", "wgrad")
 LINEARS = ("qkv", "attn_out", "mlp_up", "mlp_down")
@@ -101,9 +102,10 @@ def parse_shapes(text: str) -> LinearGroup:
     """
     linears = []
     for part in text.split(","):
-        match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)", part.strip())
+        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", part.strip())
         if not match:
-            raise ValueError(f"shape {part.strip()!r}: must be MxKxN with positive whole numbers, as 8192x5120x10240")
+            shown = textwrap.shorten(part, 60)
+            raise ValueError(f"shape {shown!r}: must be MxKxN, whole numbers from 1 to {LARGEST}, as 8192x5120x10240")
         tokens, in_features, out_features = map(int, match.groups())
         linears.append(Linear(part.strip(), tokens, in_features, out_features))
     names = [linear.name for linear in linears]

@@ -10,6 +10,8 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ACTIVATIONS = ("gelu_pytorch_tanh", "silu", "relu", "relu2", "quick_gelu")
 ATTENTION_MASKS = ("causal", "no_mask")
 
+LARGEST = 10**9 - 1  # no tensor of a real model has a side of more; what is larger is a slip of the keyboard
+
 # What a user may set by name, on a named model or to define one; all are positive integers.
 HYPERPARAMETERS = (
     "hidden_size",
@@ -61,7 +63,7 @@ class ModelConfig:
                 raise ValueError(f"{key}={value!r}: must be a whole number")
         self._fill_in_derived()
         for key in HYPERPARAMETERS:
-            self._require(key, getattr(self, key) > 0, "must be positive")
+            self._require(key, 0 < getattr(self, key) <= LARGEST, f"must be positive and at most {LARGEST}")
         self._require("vocab_size", self.vocab_size >= 0, "must not be negative")
         self._require(
             "num_attention_heads",

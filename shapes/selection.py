@@ -91,7 +91,7 @@ def select(
     return Selection(
         device=device,
         models=_models(models or (() if shapes else DEFAULT_MODELS[device]), bool(models), hyperparameters or {}),
-        shapes=parse_shapes(shapes) if shapes else None,
+        shapes=parse_shapes(shapes) if shapes is not None else None,
         stages=known_stages,
         recipes=tuple(name for name in chosen if name not in without),
         modes=tuple(modes),

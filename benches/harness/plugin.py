@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from benches.harness import device as devices
 from benches.harness.medians import median
 from benches.harness.replay import REPLAY
+from benches.harness.safety import end_in_order, save_elsewhere
 from benches.harness.stash import RESULTS, SELECTION
 from benches.harness.stopwatch import Figure
-from benches.harness.workbench import attempt, free_memory, keeps_traces
+from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
 from benches.report.analysis import SCHEMA, analyse
 from shapes.cases import GemmCase, LayerCase, support
 from shapes.selection import Selection
@@ -72,7 +74,7 @@ def extra_info(case: LayerCase | GemmCase, figure: Figure, selection: Selection)
 
 def _suite_info(config: pytest.Config) -> dict[str, Any]:
     """The part of a results file that says what was selected, and what has no time."""
-    selection = config.stash[SELECTION]
+    selection, results = config.stash[SELECTION], config.stash[RESULTS]
     models: dict[str, Any] = {model.name: {**asdict(model), "tokens": model.tokens} for model in selection.models}
     if selection.shapes:
         models[selection.shapes.name] = {"num_hidden_layers": 1, "tokens": None}
@@ -80,7 +82,8 @@ def _suite_info(config: pytest.Config) -> dict[str, Any]:
         "schema": SCHEMA,
         "device": selection.device,
         "models": models,
-        "not_measured": config.stash[RESULTS]["not_measured"],
+        "not_measured": results["not_measured"],
+        "not_run": max(0, results["selected"] - len(results["benchmarks"]) - len(results["not_measured"])),
     }
 
 
@@ -91,6 +94,12 @@ def _machine_info(config: pytest.Config) -> dict[str, Any]:
         "versions": devices.loaded_versions(),
         "environment": devices.relevant_environment(),
     }
+
+
+def _results(config: pytest.Config) -> dict[str, Any]:
+    """What was measured until now, as a results file without the single rounds."""
+    found = config.stash[RESULTS]["benchmarks"]
+    return {"benchmarks": found, "machine_info": _machine_info(config) if found else {}, "suite": _suite_info(config)}
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -154,8 +163,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _will_run(config: pytest.Config) -> bool:
-    option = config.option
-    return not (option.collectonly or option.showfixtures or option.show_fixtures_per_test)
+    listing = ("collectonly", "showfixtures", "show_fixtures_per_test")
+    return not any(config.getoption(name, False) for name in listing)
 
 
 @pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
@@ -165,8 +174,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     TE comes before anything else that loads cuDNN: in an environment with two of them, both must use TE's.
     """
     device = session.config.stash[SELECTION].device
-    if not _will_run(session.config) or not any(case_of(item) for item in session.items):
+    cases = [item for item in session.items if case_of(item)]
+    if not _will_run(session.config) or not cases:
         return
+    session.config.stash[RESULTS]["selected"] = len(cases)
+    end_in_order()
     if reason := devices.unusable(device):
         raise pytest.UsageError(reason)
     if device == "cuda":
@@ -203,16 +215,31 @@ def _recipe_reason(selection: Selection, recipe: str) -> str | None:
     return None if None in reasons else reasons[-1]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The analysis of this run, after pytest-benchmark's table."""
-    results = config.stash[RESULTS]
-    if not results["benchmarks"]:
-        return
-    from benches.report.terminal import render
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """The analysis of this run, after pytest-benchmark's table, and also where that fails or finds a regression."""
+    try:
+        return (yield)
+    finally:
+        results = _results(config)
+        if results["benchmarks"] or results["suite"]["not_measured"]:
+            from benches.report.terminal import render
 
-    machine_info = _machine_info(config)
-    text = {"benchmarks": results["benchmarks"], "machine_info": machine_info, "suite": _suite_info(config)}
-    terminalreporter.ensure_newline()
-    width = terminalreporter.fullwidth if hasattr(terminalreporter, "fullwidth") else 100
-    terminalreporter.write_line(render(analyse(json.loads(json.dumps(text))), width=width))
+            width = shutil.get_terminal_size((110, 24)).columns
+            terminalreporter.ensure_newline()
+            terminalreporter.write_line(render(analyse(json.loads(json.dumps(results))), width=width))
+        if trouble := config.stash[RESULTS].get("trouble"):
+            terminalreporter.write_line(f"ERROR: {trouble}", red=True)
+
+
+@pytest.hookimpl(wrapper=True)  # around pytest-benchmark's, within the terminal's
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Where pytest-benchmark cannot save, say so in one line and save elsewhere."""
+    try:
+        return (yield)
+    except Exception as error:
+        line = f"pytest-benchmark could not finish: {in_one_line(error)}"
+        if (results := _results(session.config))["benchmarks"]:
+            line += f"; what was measured is in {save_elsewhere(results)}"
+        session.config.stash[RESULTS]["trouble"] = line
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

@@ -43,7 +43,7 @@ class Workbench(Memo):
 
 def keeps_traces(config: pytest.Config) -> bool:
     """Whether the user asked for whole tracebacks instead of one line."""
-    return config.option.tbstyle in ("long", "native")
+    return config.getoption("tbstyle", "auto") in ("long", "native")
 
 
 def attempt(action: Callable[[], Any], keep_trace: bool) -> Any:
@@ -56,12 +56,12 @@ def attempt(action: Callable[[], Any], keep_trace: bool) -> Any:
     except Exception as error:
         if keep_trace:
             raise
-        sentence = _in_one_line(error)
+        sentence = in_one_line(error)
     free_memory()
     pytest.fail(sentence, pytrace=False)
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """The error's kind and its first line, of which the first 300 characters have to do."""
     lines = str(error).strip().splitlines()
     return textwrap.shorten(": ".join([type(error).__name__, *lines[:1]]), 300, placeholder=" ...")
@@ -78,5 +78,5 @@ def free_memory() -> str | None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        return _in_one_line(error)
+        return in_one_line(error)
     return None

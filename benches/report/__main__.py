@@ -1,4 +1,4 @@
-"""`python -m benches.report RESULTS.json [--plot OUT.png]`: the tables, and plots, of a stored results file."""
+"""`python -m benches.report RESULTS.json`: the tables, and plots, of a stored results file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benches.report.analysis import analyse
-from benches.report.terminal import render
+from benches.report.analysis import REGIMES, analyse
+from benches.report.terminal import NO_RICH, render
 
 USAGE_ERROR = 4  # pytest's exit code for one
+MALFORMED = (AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)  # JSON of another shape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,12 +21,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches.report", description="Tables of a stored results file.")
     parser.add_argument("results", type=Path, metavar="RESULTS.json", help="written with --benchmark-json")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw one figure per model")
+    parser.add_argument("--regime", choices=REGIMES, help="show these times (default: back to back if there are any)")
     options = parser.parse_args(arguments)
     try:
-        analysis = analyse(json.loads(options.results.read_text(encoding="utf-8")))
-        print(render(analysis, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
+        analysis = analyse(json.loads(options.results.read_text(encoding="utf-8")), options.regime)
+        text = render(analysis, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     except (OSError, ValueError) as error:
         return _refuse(options.results, error)
+    except MALFORMED as error:
+        return _refuse(options.results, f"not a usable results file ({type(error).__name__}: {error})")
+    if text.strip() == NO_RICH:
+        return _refuse(options.results, NO_RICH)
+    print(text, end="")
     if options.plot:
         try:
             from benches.report.plots import plot
@@ -37,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refuse(path: Path, error: Exception) -> int:
+def _refuse(path: Path, error: Exception | str) -> int:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     print(f"{path}: {reason}", file=sys.stderr)
     return USAGE_ERROR

@@ -23,7 +23,14 @@ REFERENCE_STAGES = ("torch", "torch_sdpa")
 # Training runs back to back, so that regime is preferred. A table is of one regime only.
 PREFERRED_LAYER_REGIMES = ("sustained", "rested")
 PREFERRED_GEMM_REGIMES = ("in_layer", "rested")
-KNOWN = {"stage": tuple(STAGES), "recipe": tuple(RECIPES)}
+REGIMES = tuple(dict.fromkeys((*PREFERRED_LAYER_REGIMES, *PREFERRED_GEMM_REGIMES)))
+KNOWN = {
+    "stage": tuple(STAGES),
+    "recipe": tuple(RECIPES),
+    "regime": REGIMES,
+    "mode": MODES,
+    "pass_name": (*LAYER_PASSES, *PASSES),
+}
 
 Case = TypeVar("Case", LayerCase, GemmCase)
 Seconds = dict[str, "float | None"]
@@ -105,7 +112,8 @@ class GemmTable:
 
     def model_s(self, recipe: str) -> float | None:
         """Seconds of all GEMMs of the model's layers."""
-        return total([self.layer_s(recipe)] * self.repeats)
+        layer_s = self.layer_s(recipe)
+        return None if layer_s is None else layer_s * self.repeats
 
     def speedup(self, seconds: Callable[[str], float | None], recipe: str) -> float | None:
         """How many times faster than bf16 a recipe is in what `seconds` gives for a recipe, as `layer_s`."""
@@ -174,6 +182,7 @@ class Analysis:
     gpu: str | None
     versions: dict[str, str]
     measured: int
+    not_run: int  # selected, and the run ended before them
     models: tuple[ModelReport, ...]
     notes: Notes
 
@@ -189,14 +198,17 @@ def total(parts: Iterable[float | None]) -> float | None:
     return None if not known or None in known else sum(known)  # type: ignore[arg-type]
 
 
-def analyse(results: Mapping[str, Any]) -> Analysis:
-    """Analyse a results file, parsed from JSON.
+def analyse(results: Mapping[str, Any], regime: str | None = None) -> Analysis:
+    """Analyse a results file, parsed from JSON; with a regime, only the times of that one.
 
     Raises ValueError, in one line, for something that is not a results file of this suite or of another schema.
     """
     suite = _suite_of(results)
     not_measured = suite.get("not_measured") or []
     layers, gemms = _measurements(results["benchmarks"])
+    if regime:
+        layers = {case: found for case, found in layers.items() if case.regime == regime}
+        gemms = {case: found for case, found in gemms.items() if case.regime == regime}
     models = suite["models"]
     for model in (*(case.model for case in layers), *(case.model for case in gemms)):
         if model not in models:
@@ -208,6 +220,7 @@ def analyse(results: Mapping[str, Any]) -> Analysis:
         gpu=(machine.get("gpu") or {}).get("name"),
         versions={name: str(version) for name, version in versions.items() if version},
         measured=len(layers) + len(gemms),
+        not_run=int(suite.get("not_run") or 0),
         models=tuple(_model_report(name, models[name], layers, gemms, not_measured) for name in models),
         notes=_notes([*layers.values(), *gemms.values()], not_measured),
     )
@@ -253,7 +266,7 @@ def _measurement(kind: type[Case], extra: Mapping[str, Any], stats: Mapping[str,
         if axis in kind.axes and extra[axis] not in known:
             raise ValueError(f"unknown {axis} {extra[axis]!r}; known: {', '.join(known)}")
     median_s = float(stats["median"])
-    if not (math.isfinite(median_s) and median_s > 0):
+    if not 1e-12 < median_s < 1e12:  # seconds; also false for NaN
         raise ValueError(f"median {median_s} s is no time")
     interval = extra.get("interval_s")
     gemm = None

@@ -47,7 +47,11 @@ def plot(analysis: Analysis, path: str | Path) -> list[Path]:
     models = [model for model in analysis.models if model.layers or model.gemm_splits()]
     if not models:
         raise ValueError("nothing to draw: no layer and no complete set of GEMMs was measured")
-    paths = [_path(Path(path), model.name, len(models) > 1) for model in models]
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError("a folder; name a file in it")
+    path = path if path.suffix else path.with_suffix(".png")
+    paths = [_path(path, model.name, len(models) > 1) for model in models]
     with mpl.rc_context(STYLE):
         for model, out in zip(models, paths, strict=True):
             _figure(analysis, model).savefig(out, dpi=150)

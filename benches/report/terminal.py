@@ -17,7 +17,6 @@ from benches.report.analysis import (
     GemmTable,
     LayerTable,
     ModelReport,
-    Notes,
 )
 from shapes.cases import LAYER_PASSES, MODES
 from shapes.gemms import PASSES
@@ -32,7 +31,7 @@ MODE_MEANING = {
 UNITS = {"us": 1e6, "ms": 1e3}  # per second
 DASH = "-"
 MARK = "*"  # launch-bound
-TIME_DIGITS = 4  # the median of a time is known to about 0.25 %
+TIME_DIGITS = 4  # a rested median is known to about 0.25 %; the column +- says how well a layer's is
 RATIO_DIGITS = 3
 NARROW = 90  # below it, columns of a table stand one blank apart instead of two
 
@@ -129,13 +128,15 @@ def render(analysis: Analysis, width: int | None = None, color: bool = False) ->
             blocks.append(_layer_table(model.layers, page))
         for mode in (mode for mode in MODES if mode in model.gemms):
             blocks += _gemm_tables(model, model.gemms[mode], page)
-    blocks += _notes(analysis.notes, page)
+    blocks += _notes(analysis, page)
     return "\n\n".join(blocks) + "\n"
 
 
 def _heading(analysis: Analysis, page: Page) -> str:
     failed = sum(map(len, analysis.notes.failed.values()))
     counts = {"measured": analysis.measured, "failed": failed, "skipped": sum(analysis.notes.skipped.values())}
+    if analysis.not_run:
+        counts["not run"] = analysis.not_run
     summary = "Cases: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return f"{page.wrap(device_line(analysis))}\n{summary}"
 
@@ -312,9 +313,9 @@ def _table(title: str, headers: Sequence[str], lines: Sequence[Line], ends: set[
     return "\n".join(text.rstrip() for text in stream.getvalue().rstrip().splitlines())
 
 
-def _notes(notes: Notes, page: Page) -> list[str]:
+def _notes(analysis: Analysis, page: Page) -> list[str]:
     """Paragraphs, none for what did not happen."""
-    paragraphs = []
+    notes, paragraphs = analysis.notes, []
     if notes.launch_bound:
         paragraphs.append(
             f"{MARK} {len(notes.launch_bound)} launch-bound cases: the host takes longer to launch the work than the "
@@ -324,8 +325,8 @@ def _notes(notes: Notes, page: Page) -> list[str]:
         case, uncertainty = notes.imprecise[0]
         worst = f"unknown, {case}" if uncertainty is None else f"{significant(100 * uncertainty, 2)} % of {case}"
         paragraphs.append(
-            f"{len(notes.imprecise)} cases ran into the time limit before the 95 % interval of their median was as "
-            f"narrow as asked. Worst: {worst}."
+            f"{len(notes.imprecise)} of {analysis.measured} cases ran into the time limit before the 95 % interval of "
+            f"their median was as narrow as asked. Worst: {worst}."
         )
     for reason, cases in notes.failed.items():
         paragraphs.append("\n".join([f"{len(cases)} failed: {reason}", *(f"  {case}" for case in cases)]))

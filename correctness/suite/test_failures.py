@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benches.report.analysis import analyse
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,3 +90,79 @@ def test_a_dead_gpu_ends_the_run_with_everything_before_it_saved(tmp_path: Path)
     ]
     assert "the GPU can no longer be used in this process: RuntimeError: CUDA error: device-side assert" in output
     assert "Traceback" not in output
+
+
+QUICK = ("--model=tiny", "--stage=torch", "--stage=torch_sdpa", "--recipe=bf16", "--device=cpu", "--benchmark-quiet")
+
+
+def command(*options: str) -> list[str]:
+    """A short run of layers on the CPU."""
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benches/bench_layers.py", *QUICK, *options]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--benchmark-json=no/such/folder/x.json", "there is no folder"),
+        ("--benchmark-json=benches", "is a folder"),
+        ("--benchmark-max-time=nan", "must be a number of seconds"),
+        ("--benchmark-max-time=-1", "must be a number of seconds"),
+    ],
+)
+def test_what_would_fail_after_measuring_is_refused_before(option: str, words: str) -> None:
+    """One line and exit code 4; nothing is measured."""
+    done = subprocess.run(command(option), cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("ERROR: --benchmark-")
+    assert words in line
+
+
+def test_results_that_cannot_be_saved_are_saved_elsewhere(tmp_path: Path) -> None:
+    """The disk fills up while the suite measures: one line says where the file went, and it is complete."""
+    options = ("--benchmark-max-time=0.02", "--benchmark-json=/dev/full")
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command(*options), cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "Traceback" not in done.stdout + done.stderr
+    (path,) = tmp_path.glob("results-*.json")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
+    assert "No space left on device" in line
+    assert line.endswith(str(path))
+    results = json.loads(path.read_text())
+    assert len(results["benchmarks"]) == 6
+    analyse(results)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_run_that_is_ended_saves_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
+    """A batch system, a lost terminal and Ctrl-C: the file has the cases before, and says how many never ran."""
+    path = tmp_path / "out.json"
+    options = ("--benchmark-max-time=3", f"--benchmark-json={path}", "-v")
+    with subprocess.Popen(command(*options), cwd=ROOT, text=True, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if "forward_backward] PASSED" in line:
+                break
+        run.send_signal(number)
+        output = run.stdout.read()
+        assert run.wait(60) == pytest.ExitCode.INTERRUPTED
+    results = json.loads(path.read_text())
+    assert len(results["benchmarks"]) == results["suite"]["not_run"] == 3
+    assert "3 not run" in output
+
+
+def test_skipped_cases_have_their_reasons_shown_even_if_nothing_ran() -> None:
+    """Without -rs, and without a time."""
+    options = ("--stage=te_layer", "--model=tiny", "--recipe=bf16", "--device=cpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benches/bench_layers.py", *options],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "120"},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == pytest.ExitCode.OK
+    assert "3 skipped: stage te_layer needs Transformer Engine and a GPU; this run is on the CPU" in done.stdout

@@ -504,6 +504,53 @@ def test_command_refuses_other_files_in_one_line(
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("benchmarks", 0), 1),
+        (("benchmarks", 0, "extra_info"), "text"),
+        (("benchmarks", 0, "extra_info", "interval_s"), [1]),
+        (("benchmarks", 0, "extra_info", "regime"), "weird"),
+        (("benchmarks", 0, "extra_info", "model"), ["codonfm_5b"]),
+        (("benchmarks", 0, "stats", "median"), 1e308),
+        (("benchmarks", 0, "stats", "median"), 1e-320),
+        (("benchmarks", -1, "extra_info", "m"), 1e400),
+        (("machine_info",), 5),
+        (("machine_info", "gpu"), "H200"),
+        (("suite", "models", "codonfm_5b"), 7),
+        (("suite", "not_measured"), [1]),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else repr(value),
+)
+def test_command_refuses_json_of_another_shape_in_one_line(
+    path: tuple[Any, ...], value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any value of a good file replaced by another kind ends with exit code 4 and a line, never in a traceback."""
+    results = results_of()
+    inner = results
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results))
+    assert main([str(file)]) == 4
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{file}: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_command_shows_the_regime_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rested times are there, too, though tables are of back-to-back ones by default."""
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results_of()))
+    assert main([str(file), "--regime", "rested"]) == 0
+    text = capsys.readouterr().out
+    assert "regime rested" in text
+    assert "regime sustained" not in text
+    assert "regime in_layer" not in text
+
+
 @pytest.mark.parametrize("name", ["out.nothing", "missing/out.png"])
 def test_command_refuses_plots_it_cannot_write(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown format or folder ends with exit code 4 and one line."""
