@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from shapes.backends.build import QUANTIZATIONS, GemmSteps, build_layer
 from shapes.cases import support
@@ -102,15 +103,34 @@ def test_single_gemms_have_the_error_of_their_formats(te, recipe):
 
 
 def _error_limits(recipe: Recipe, pass_name: str) -> tuple[float, float]:
-    """From the operands' mantissa bits p: a rounding error has RMS 2^-(p+1) / sqrt(3) of the value's binade.
+    """From the operands' mantissa bits p: a rounding error has RMS 2^-(p+1) / sqrt(3) of the start of its binade.
 
-    Within a binade values lie between 1 and 2 times its start, so relative to the values it is between half of that
-    and all of it; subnormals add. The two operands' errors are independent. Output rounding (BF16: p = 7) adds.
+    Within a binade values lie between 1 and 2 times its start, so relative to them the error is between half of that
+    and all of it; the errors of two operands are independent and add as squares. A quarter more below leaves room
+    for values that happen to be representable; half more above for subnormals and the rounding of the output.
     """
     bits = {"bf16": 7, "fp16": 10, "e4m3": 3, "e5m2": 2, "e2m1": 1}
     each = [2.0 ** -(bits[operand.element] + 1) / 3**0.5 for operand in recipe.gemm_operands(pass_name)]
     whole = sum(error**2 for error in each) ** 0.5 if recipe.quantized else each[0]
     return whole / 2.5, whole * 1.5
+
+
+def test_a_layer_does_not_update_the_scales_of_earlier_layers(te):
+    """TE keeps the histories of delayed scaling for the whole process; a later layer must not pay for them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    config = MODELS["tiny"]
+    skip_unsupported("fp8_delayed_scaling", config, "te_modules")
+    updates = {}
+    for recipe in ("fp8_delayed_scaling", "fp8_current_scaling"):
+        program = build_layer(config, "te_modules", RECIPES[recipe], "cuda").program()
+        program.run_once()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            program.run_once()
+            torch.cuda.synchronize()
+        updates[recipe] = sum("amax_and_scale_update" in event.name for event in profiler.events())
+    assert updates["fp8_delayed_scaling"] > 0
+    assert updates["fp8_current_scaling"] == 0
 
 
 def test_quantizations_are_the_ones_te_linear_does(te):
@@ -127,8 +147,6 @@ def test_quantizations_are_the_ones_te_linear_does(te):
 
 def test_unsupported_recipes_have_te_s_own_reason(te):
     """A GPU before Blackwell is told so in TE's words."""
-    import torch
-
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU has MXFP8 and NVFP4")
     assert te.unsupported_reason("mxfp8") == "Device compute capability 10.0 or higher required for MXFP8 execution."
