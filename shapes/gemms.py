@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from dataclasses import dataclass
 
 from shapes.models import LARGEST, ModelConfig
@@ -102,10 +101,11 @@ def parse_shapes(text: str) -> LinearGroup:
     """
     linears = []
     for part in text.split(","):
-        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", part.strip())
+        match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)", part.strip())
         if not match:
-            shown = textwrap.shorten(part, 60)
-            raise ValueError(f"shape {shown!r}: must be MxKxN, whole numbers from 1 to {LARGEST}, as 8192x5120x10240")
+            raise ValueError(f"shape {part.strip()!r}: must be MxKxN with positive whole numbers, as 8192x5120x10240")
+        if max(map(len, match.groups())) > len(str(LARGEST)):
+            raise ValueError(f"shape {part.strip()[:40]!r}: no side can be more than {LARGEST}")
         tokens, in_features, out_features = map(int, match.groups())
         linears.append(Linear(part.strip(), tokens, in_features, out_features))
     names = [linear.name for linear in linears]

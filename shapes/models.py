@@ -63,7 +63,8 @@ class ModelConfig:
                 raise ValueError(f"{key}={value!r}: must be a whole number")
         self._fill_in_derived()
         for key in HYPERPARAMETERS:
-            self._require(key, 0 < getattr(self, key) <= LARGEST, f"must be positive and at most {LARGEST}")
+            self._require(key, getattr(self, key) > 0, "must be positive")
+            self._require(key, getattr(self, key) <= LARGEST, f"must be at most {LARGEST}")
         self._require("vocab_size", self.vocab_size >= 0, "must not be negative")
         self._require(
             "num_attention_heads",

@@ -208,6 +208,12 @@ class TestParseShapes:
         linears = parse_shapes(",".join(texts)).linears
         assert [linear.gemm("fprop").mkn for linear in linears] == texts
 
+    @pytest.mark.parametrize("digits", [10, 400, 5000])
+    def test_a_side_has_a_limit(self, digits: int) -> None:
+        """Nothing of the text beyond its beginning is repeated."""
+        with pytest.raises(ValueError, match=r"^shape '9{10}.{0,30}': no side can be more than 999999999$"):
+            parse_shapes("9" * digits + "x16x16")
+
     @pytest.mark.parametrize(
         ("text", "part"),
         [

@@ -218,6 +218,12 @@ class TestResolve:
         with pytest.raises(ValueError, match=f"^{key}={value}: must be positive$"):
             resolve("codonfm_5b", {key: value})
 
+    @pytest.mark.parametrize("key", HYPERPARAMETERS)
+    def test_a_hyperparameter_has_a_limit(self, key: str) -> None:
+        """What no tensor can have is said here, not by PyTorch in each case."""
+        with pytest.raises(ValueError, match=rf"^{key}=10{{12}}: must be at most 999999999$"):
+            resolve("gemma_7b", {key: 10**12})
+
     def test_head_dim_follows_where_heads_fill_the_hidden_size(self) -> None:
         """Twice the hidden size, twice the head."""
         assert resolve("codonfm_5b", {"hidden_size": 8192}).head_dim == 256
