@@ -49,6 +49,16 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "benches", "--benchmark-autosave", *session.posargs)
 
 
+@nox.session(venv_params=VENV, default=False)
+def noise(session: nox.Session) -> None:
+    """Run-to-run spread: the benchmarks in six fresh processes. What follows `--` selects them."""
+    _set_up(session, *MEASURING, *REPORTING)
+    files = [f"{session.create_tmp()}/run{number}.json" for number in range(1, 7)]
+    for file in files:
+        session.run("python", "-m", "pytest", "benches", "-q", f"--benchmark-json={file}", *session.posargs)
+    session.run("python", "-m", "benches.noise", *files)
+
+
 @nox.session(venv_params=VENV)
 def tests(session: nox.Session) -> None:
     """Tests: accuracy, and the suite itself. Those that need a GPU say so and are skipped without one."""

@@ -88,12 +88,15 @@ def _suite_info(config: pytest.Config) -> dict[str, Any]:
 
 
 def _machine_info(config: pytest.Config) -> dict[str, Any]:
-    on_gpu = config.stash[SELECTION].device == "cuda"
-    return {
-        "gpu": devices.gpu_facts() if on_gpu else None,
-        "versions": devices.loaded_versions(),
-        "environment": devices.relevant_environment(),
-    }
+    """The GPU and versions: read once, before anything can have gone wrong with the GPU."""
+    known = config.stash[RESULTS]
+    if "machine_info" not in known:
+        known["machine_info"] = {
+            "gpu": devices.gpu_facts() if config.stash[SELECTION].device == "cuda" else None,
+            "versions": devices.loaded_versions(),
+            "environment": devices.relevant_environment(),
+        }
+    return dict(known["machine_info"])
 
 
 def _results(config: pytest.Config) -> dict[str, Any]:

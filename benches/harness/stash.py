@@ -9,4 +9,4 @@ import pytest
 from shapes.selection import Selection
 
 SELECTION = pytest.StashKey[Selection]()
-RESULTS = pytest.StashKey[dict[str, Any]]()  # `benchmarks` and `not_measured` of a results file, as they come
+RESULTS = pytest.StashKey[dict[str, Any]]()  # what a results file is made of, as it comes

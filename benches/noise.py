@@ -1,0 +1,120 @@
+"""How much times differ from one fresh process to the next: the noise that a comparison has to rise above.
+
+    python -m benches.noise RUN1.json RUN2.json ... [--json OUT.json]
+
+Each file is a run of its own process with the same selection (`nox -s noise` makes them). A case's spread is the
+standard deviation of its medians over the runs, relative to their mean. Imports neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+USAGE_ERROR = 4  # pytest's exit code for one
+FEWEST_RUNS = 2
+# Lower ends, in seconds: below 15 us a time is mostly the GPU's own start and end of a kernel.
+BANDS = {"100 us and more": 100e-6, "15 to 100 us": 15e-6, "below 15 us": 0.0}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A case's times over several processes: seconds of each run's median."""
+
+    case: str
+    kind: str
+    regime: str
+    runs_s: tuple[float, ...]
+
+    @property
+    def mean_s(self) -> float:
+        """Mean of the runs' medians, in seconds."""
+        return fmean(self.runs_s)
+
+    @property
+    def relative(self) -> float:
+        """Standard deviation of the runs' medians over their mean."""
+        return stdev(self.runs_s) / self.mean_s
+
+    @property
+    def band(self) -> str:
+        """Which of BANDS the time is in."""
+        return next(name for name, least_s in BANDS.items() if self.mean_s >= least_s)
+
+
+def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
+    """The spread of each case that has a time in every run, in the first run's order.
+
+    Raises ValueError for fewer than two runs, for a file that is not this suite's, for runs of different GPUs, and
+    where no case is in all of them.
+    """
+    if len(runs) < FEWEST_RUNS:
+        raise ValueError(f"{len(runs)} run has no spread: at least {FEWEST_RUNS} are needed")
+    tables = [_medians(run) for run in runs]
+    boards = {((run.get("machine_info") or {}).get("gpu") or {}).get("uuid") for run in runs}
+    if len(boards) > 1:
+        raise ValueError(f"runs of {len(boards)} different GPUs: their difference is not noise")
+    shared = [case for case in tables[0] if all(case in table for table in tables)]
+    if not shared:
+        raise ValueError("no case has a time in every run")
+    return [Spread(case, *tables[0][case][1:], runs_s=tuple(table[case][0] for table in tables)) for case in shared]
+
+
+def _medians(run: Mapping[str, Any]) -> dict[str, tuple[float, str, str]]:
+    """Case id -> its median in seconds, its kind and regime."""
+    found = {}
+    for benchmark in run.get("benchmarks", ()):
+        info = benchmark.get("extra_info") or {}
+        if "case" in info:
+            found[info["case"]] = (float(benchmark["stats"]["median"]), info["kind"], info["regime"])
+    if "suite" not in run:
+        raise ValueError("not a results file of this suite: it has no top-level object 'suite'")
+    return found
+
+
+def table(found: Sequence[Spread]) -> str:
+    """One line per kind, regime and band: how many cases, their median spread, and the largest with its case."""
+    lines = [f"{'kind':6} {'regime':10} {'time':16} {'cases':>5} {'median':>8} {'largest':>8}  of"]
+    groups: dict[tuple[str, str, str], list[Spread]] = {}
+    for spread in found:
+        groups.setdefault((spread.kind, spread.regime, spread.band), []).append(spread)
+    for (kind, regime, band), members in groups.items():
+        middle, worst = median(one.relative for one in members), max(members, key=lambda one: one.relative)
+        lines.append(
+            f"{kind:6} {regime:10} {band:16} {len(members):5} {middle:8.2%} {worst.relative:8.2%}  {worst.case}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 4 after one line on stderr for files that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m benches.noise", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="written with --benchmark-json")
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write every case's medians and spread")
+    options = parser.parse_args(arguments)
+    path: Path | None = None
+    try:
+        runs = []
+        for path in options.runs:
+            runs.append(json.loads(path.read_text(encoding="utf-8")))
+        path = None
+        found = spreads(runs)
+        if options.json:
+            path = options.json
+            path.write_text(json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1))
+    except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+        print(f"{path}: {error}" if path else error, file=sys.stderr)
+        return USAGE_ERROR
+    print(f"{len(options.runs)} processes; spread: standard deviation of a case's medians, relative to their mean")
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

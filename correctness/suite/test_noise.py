@@ -1,0 +1,83 @@
+"""The noise between processes is what the runs' medians say, and what cannot be compared is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benches.noise import main, spreads, table
+
+CASE = "layer/tiny/torch/bf16/rested/forward"
+
+
+def run(*medians: float, uuid: str = "one", regime: str = "rested") -> dict[str, Any]:
+    """A results file with a case for each median."""
+    return {
+        "suite": {"schema": 1},
+        "machine_info": {"gpu": {"uuid": uuid}},
+        "benchmarks": [
+            {"stats": {"median": median}, "extra_info": {"case": f"{CASE}{index}", "kind": "layer", "regime": regime}}
+            for index, median in enumerate(medians)
+        ],
+    }
+
+
+def test_a_spread_is_the_deviation_of_medians_over_their_mean() -> None:
+    """99, 100 and 101 ms: 1 ms of 100."""
+    (spread,) = spreads([run(0.099), run(0.100), run(0.101)])
+    assert spread.mean_s == pytest.approx(0.100)
+    assert spread.relative == pytest.approx(0.01)
+
+
+def test_cases_that_a_run_lacks_are_left_out() -> None:
+    """A spread over fewer runs than the others would look smaller."""
+    assert [spread.case for spread in spreads([run(1.0, 2.0), run(1.0)])] == [f"{CASE}0"]
+
+
+def test_lines_are_per_kind_regime_and_band() -> None:
+    """Short times have more noise by nature, and are summed up apart."""
+    lines = table(spreads([run(0.1, 50e-6, 10e-6), run(0.1, 50e-6, 12e-6)])).splitlines()
+    assert len(lines) == 4
+    assert [line.split()[-1] for line in lines[1:]] == [f"{CASE}{index}" for index in range(3)]
+    assert "100 us and more" in lines[1]
+    assert "15 to 100 us" in lines[2]
+    assert "below 15 us" in lines[3]
+    assert "12.86%" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([run(1.0)], "at least 2"),
+        ([run(1.0), run(1.0, uuid="other")], "different GPUs"),
+        ([run(1.0), run()], "no case"),
+        ([run(1.0), {"benchmarks": []}], "not a results file"),
+        ([run(1.0), []], "object"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    runs: list[Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 4."""
+    paths = [tmp_path / f"{index}.json" for index in range(len(runs))]
+    for path, content in zip(paths, runs, strict=True):
+        path.write_text(json.dumps(content))
+    assert main([str(path) for path in paths]) == 4
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_every_case_s_medians_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON, for a gate to learn the noise from."""
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, median in zip(paths, (0.1, 0.3), strict=True):
+        path.write_text(json.dumps(run(median)))
+    assert main([*map(str, paths), "--json", str(tmp_path / "out.json")]) == 0
+    (kept,) = json.loads((tmp_path / "out.json").read_text())
+    assert (kept["case"], kept["runs_s"]) == (f"{CASE}0", [0.1, 0.3])
+    assert "2 processes" in capsys.readouterr().out
