@@ -144,6 +144,7 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], N
         keep_trace = keeps_traces(config)
         if benchmark.disabled:
             benchmark.pedantic(lambda: attempt(lambda: source.run_once(case), keep_trace))
+            config.stash[RESULTS]["selected"] -= 1  # it ran, and is to have no time
             return
         figure = source.figure(case, keep_trace)
         benchmark.group = case.group

@@ -151,6 +151,12 @@ class TestSelecting:
         assert "Median" not in done.stdout
         assert "measured" not in done.stdout
 
+    def test_disabled_benchmarks_that_ran_are_not_called_missing(self) -> None:
+        """Where others are skipped, which is shown."""
+        done = suite(*QUICK, "--stage=te_layer", "--benchmark-disable", "-k", "test_layer")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Cases: 0 measured, 0 failed, 3 skipped\n" in done.stdout
+
 
 # --- one short run and what it leaves --------------------------------------------------------------------------
 
