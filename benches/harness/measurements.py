@@ -23,7 +23,7 @@ LAYER_SEGMENTS = {
 }
 
 
-class Measurement:
+class SharedMeasurement:
     """Something whose cases share measurements. `timeline` is the GPU's, or None on the CPU."""
 
     def __init__(self, timeline: Timeline | None, limits: Limits) -> None:
@@ -60,7 +60,7 @@ class Measurement:
             self._timeline.synchronize()
 
 
-class LayerMeasurement(Measurement):
+class LayerMeasurement(SharedMeasurement):
     """One layer in one stage and recipe: the passes of a regime come from one measurement."""
 
     def __init__(
@@ -86,7 +86,7 @@ class LayerMeasurement(Measurement):
         return self._step  # the whole step: there is no backward pass without a forward pass
 
 
-class GemmMeasurement(Measurement):
+class GemmMeasurement(SharedMeasurement):
     """All GEMMs of a group of linears in one recipe: one sweep in layer order, and each one rested by itself."""
 
     def __init__(self, group: LinearGroup, recipe: str, device: str, timeline: Timeline | None, limits: Limits) -> None:
