@@ -46,8 +46,8 @@ class Regime:
 # 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: it then varies
 # by 0.1 %, against 0.5 % after resting as long as it ran. A GPU that had nothing to do for seconds is up to 15 % slower
 # for its first 60 ms of such work, which the settling leaves out.
-# Back to back: an H200's power control lets the clocks rise, overshoots some 0.7 s after the load began, and has
-# settled after 1.1 s; each pause of the queue starts that anew.
+# Back to back: an H200's power control swings with a period of about a second (0.6 s at one speed, 0.4 s up to 10 %
+# slower), beginning anew with each pause. The first swing is left out, and a second of measuring covers one.
 _BACK_TO_BACK = Regime(busy_s=0.25, settle_s=1.2)
 REGIMES = {
     "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=2.0, settle_s=0.15, cold_cache=True),
