@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-USAGE_ERROR = 4  # pytest's exit code for one
+from benches.report.analysis import MALFORMED, USAGE_ERROR, timed_cases
+
 FEWEST_RUNS = 2
 # Lower ends, in seconds: below 15 us a time is mostly the GPU's own start and end of a kernel.
 BANDS = {"100 us and more": 100e-6, "15 to 100 us": 15e-6, "below 15 us": 0.0}
@@ -56,26 +57,14 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
     """
     if len(runs) < FEWEST_RUNS:
         raise ValueError(f"{len(runs)} run has no spread: at least {FEWEST_RUNS} are needed")
-    tables = [_medians(run) for run in runs]
+    tables = [{found.case: found.median_s for found in timed_cases(run)} for run in runs]
     boards = {((run.get("machine_info") or {}).get("gpu") or {}).get("uuid") for run in runs}
     if len(boards) > 1:
         raise ValueError(f"runs of {len(boards)} different GPUs: their difference is not noise")
     shared = [case for case in tables[0] if all(case in table for table in tables)]
     if not shared:
         raise ValueError("no case has a time in every run")
-    return [Spread(case, *tables[0][case][1:], runs_s=tuple(table[case][0] for table in tables)) for case in shared]
-
-
-def _medians(run: Mapping[str, Any]) -> dict[str, tuple[float, str, str]]:
-    """Case id -> its median in seconds, its kind and regime."""
-    found = {}
-    for benchmark in run.get("benchmarks", ()):
-        info = benchmark.get("extra_info") or {}
-        if "case" in info:
-            found[info["case"]] = (float(benchmark["stats"]["median"]), info["kind"], info["regime"])
-    if "suite" not in run:
-        raise ValueError("not a results file of this suite: it has no top-level object 'suite'")
-    return found
+    return [Spread(case.id, case.kind, case.regime, tuple(table[case] for table in tables)) for case in shared]
 
 
 def table(found: Sequence[Spread]) -> str:
@@ -98,18 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="written with --benchmark-json")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write every case's medians and spread")
     options = parser.parse_args(arguments)
-    path: Path | None = None
     try:
-        runs = []
-        for path in options.runs:
-            runs.append(json.loads(path.read_text(encoding="utf-8")))
-        path = None
-        found = spreads(runs)
+        found = spreads([json.loads(path.read_text(encoding="utf-8")) for path in options.runs])
         if options.json:
-            path = options.json
-            path.write_text(json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1))
-    except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
-        print(f"{path}: {error}" if path else error, file=sys.stderr)
+            options.json.write_text(json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1))
+    except (OSError, ValueError) as error:
+        print(f"benches.noise: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except MALFORMED as error:
+        print(f"benches.noise: not a usable results file ({type(error).__name__}: {error})", file=sys.stderr)
         return USAGE_ERROR
     print(f"{len(options.runs)} processes; spread: standard deviation of a case's medians, relative to their mean")
     print(table(found))

@@ -40,14 +40,14 @@ def why_not_cuda() -> str | None:
 
 def unusable(device: str) -> str | None:
     """Why nothing can run on the device, or None. Imports torch."""
-    if not importlib.util.find_spec("torch"):
-        return "PyTorch is not installed"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"PyTorch cannot be imported: {error}"
     if device == "cpu":
         return None
     if not gpu_count():
         return "--device cuda: the CUDA driver offers no GPU"
-    import torch
-
     return None if torch.cuda.is_available() else f"--device cuda: PyTorch {torch.__version__} cannot use the GPU"
 
 

@@ -13,7 +13,7 @@ import pytest
 from benches.harness import device as devices
 from benches.harness.medians import median
 from benches.harness.replay import REPLAY
-from benches.harness.safety import end_in_order, save_elsewhere
+from benches.harness.safety import end_in_order, save_elsewhere, undisturbed
 from benches.harness.stash import RESULTS, SELECTION
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
@@ -127,7 +127,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         return
     if report.failed and (death := free_memory()):
         item.session.shouldfail = f"the GPU can no longer be used in this process: {death}"
-    reason = report.longrepr[2] if report.skipped else getattr(report.longrepr, "reprcrash", None) or report.longrepr
+    skipped = report.skipped and isinstance(report.longrepr, tuple)  # of (file, line, reason)
+    reason = report.longrepr[2] if skipped else getattr(report.longrepr, "reprcrash", None) or report.longrepr
     text = str(getattr(reason, "message", reason)).removeprefix("Skipped: ").removeprefix("Failed: ").strip()
     item.config.stash[RESULTS]["not_measured"].append(
         {"case": case.id, "outcome": report.outcome, "reason": (text.splitlines() or [""])[0]}
@@ -173,19 +174,19 @@ def _will_run(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before cases run: end with one line where the device cannot be used, and load Transformer Engine.
+    """Before anything runs: end with one line where cases cannot use the device, and load Transformer Engine.
 
     TE comes before anything else that loads cuDNN: in an environment with two of them, both must use TE's.
     """
-    device = session.config.stash[SELECTION].device
-    cases = [item for item in session.items if case_of(item)]
-    if not _will_run(session.config) or not cases:
+    if not session.items or not _will_run(session.config):
         return
-    session.config.stash[RESULTS]["selected"] = len(cases)
-    end_in_order()
-    if reason := devices.unusable(device):
-        raise pytest.UsageError(reason)
-    if device == "cuda":
+    device = session.config.stash[SELECTION].device
+    if cases := [item for item in session.items if case_of(item)]:
+        session.config.stash[RESULTS]["selected"] = len(cases)
+        end_in_order()
+        if reason := devices.unusable(device):
+            raise pytest.UsageError(reason)
+    if device == "cuda" and not devices.unusable(device):
         from shapes.backends.te import unsupported_reason
 
         unsupported_reason("bf16")
@@ -239,11 +240,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.hookimpl(wrapper=True)  # around pytest-benchmark's, within the terminal's
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Where pytest-benchmark cannot save, say so in one line and save elsewhere."""
+    with undisturbed():
+        try:
+            return (yield)
+        except Exception as error:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+            line = f"pytest-benchmark could not finish: {in_one_line(error)}; {_saved_elsewhere(session.config)}"
+            session.config.stash[RESULTS]["trouble"] = line
+
+
+def _saved_elsewhere(config: pytest.Config) -> str:
+    results = _results(config)
+    if not results["benchmarks"]:
+        return "nothing was measured"
     try:
-        return (yield)
-    except Exception as error:
-        line = f"pytest-benchmark could not finish: {in_one_line(error)}"
-        if (results := _results(session.config))["benchmarks"]:
-            line += f"; what was measured is in {save_elsewhere(results)}"
-        session.config.stash[RESULTS]["trouble"] = line
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        return f"what was measured is in {save_elsewhere(results)}"
+    except OSError as error:
+        return f"nor could what was measured be saved elsewhere: {in_one_line(error)}"

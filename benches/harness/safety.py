@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import math
 import os
 import signal
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
+from decimal import Decimal
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
 
-ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has one of them
+# What ends a run: Ctrl-C, a batch system or `timeout`, a lost terminal. Windows lacks the last.
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_options(config: pytest.Config) -> None:
     """Raise pytest.UsageError, in one line, for options of pytest-benchmark that would fail after the measuring."""
-    seconds = float(config.getoption("benchmark_max_time"))
-    if not (math.isfinite(seconds) and seconds >= 0):
+    seconds = Decimal(config.getoption("benchmark_max_time"))
+    if not seconds.is_finite() or seconds < 0:
         raise pytest.UsageError(f"--benchmark-max-time={seconds}: must be a number of seconds, 0 or more")
-    if (path := config.getoption("benchmark_json")) and (reason := _not_writable(Path(path))):
+    if config.getoption("benchmark_histogram") and not importlib.util.find_spec("pygal"):
+        raise pytest.UsageError("--benchmark-histogram needs pygal: pip install pytest-benchmark[histogram]")
+    path = config.getoption("benchmark_json")  # before pytest-benchmark 5.3 an open file: then it can be written
+    if isinstance(path, Path) and (reason := _not_writable(path)):
         raise pytest.UsageError(f"--benchmark-json={path}: {reason}")
 
 
 def _not_writable(path: Path) -> str | None:
-    if path.is_dir():
-        return "is a folder"
-    if not path.absolute().parent.is_dir():
-        return f"there is no folder {path.parent}"
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        return "cannot be written"
-    return None
+    try:
+        if path.is_dir():
+            return "is a folder"
+        if not path.absolute().parent.is_dir():
+            return f"there is no folder {path.parent}"
+        return None if os.access(path if path.exists() else path.absolute().parent, os.W_OK) else "cannot be written"
+    except OSError as error:  # a name too long
+        return error.strerror
 
 
 def end_in_order() -> None:
-    """Have SIGTERM (a batch system, `timeout`) and SIGHUP (a lost terminal) end the run as Ctrl-C does."""
+    """Have whatever ends a run do so as Ctrl-C does, once: what comes after it cannot stop the saving.
+
+    As Ctrl-C, it takes effect when the call into CUDA at hand returns; a GPU that hangs is left by SIGKILL.
+    """
     for number in ENDING:
-        if signal.getsignal(number) == signal.SIG_DFL:
+        if signal.getsignal(number) in _DEFAULT:
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, _: FrameType | None) -> NoReturn:
     for ending in ENDING:
-        signal.signal(ending, signal.SIG_DFL)  # a second one ends the process at once
+        signal.signal(ending, signal.SIG_IGN)
     raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Nothing but SIGKILL and SIGQUIT ends the process in here, and afterwards signals do what they did at first."""
+    if threading.current_thread() is not threading.main_thread():  # only there signals can be set
+        yield
+        return
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number in ENDING:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def save_elsewhere(results: dict[str, Any]) -> Path:

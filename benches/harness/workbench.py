@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import textwrap
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -63,8 +62,8 @@ def attempt(action: Callable[[], Any], keep_trace: bool) -> Any:
 
 def in_one_line(error: BaseException) -> str:
     """The error's kind and its first line, of which the first 300 characters have to do."""
-    lines = str(error).strip().splitlines()
-    return textwrap.shorten(": ".join([type(error).__name__, *lines[:1]]), 300, placeholder=" ...")
+    line = " ".join(": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]]).split())
+    return line if len(line) <= 300 else f"{line[:296]} ..."
 
 
 def free_memory() -> str | None:

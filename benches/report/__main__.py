@@ -9,11 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benches.report.analysis import REGIMES, analyse
+from benches.report.analysis import MALFORMED, REGIMES, USAGE_ERROR, analyse
 from benches.report.terminal import NO_RICH, render
-
-USAGE_ERROR = 4  # pytest's exit code for one
-MALFORMED = (AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)  # JSON of another shape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         analysis = analyse(json.loads(options.results.read_text(encoding="utf-8")), options.regime)
-        text = render(analysis, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+        text = render(analysis, color=bool(sys.stdout and sys.stdout.isatty()) and "NO_COLOR" not in os.environ)
     except (OSError, ValueError) as error:
         return _refuse(options.results, error)
     except MALFORMED as error:

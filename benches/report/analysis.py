@@ -18,6 +18,8 @@ from shapes.recipes import RECIPES
 from shapes.stages import STAGES
 
 SCHEMA = 1
+USAGE_ERROR = 4  # pytest's exit code for one
+MALFORMED = (AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)  # from JSON of another shape
 REFERENCE_RECIPE = "bf16"
 REFERENCE_STAGES = ("torch", "torch_sdpa")
 # Training runs back to back, so that regime is preferred. A table is of one regime only.
@@ -224,6 +226,13 @@ def analyse(results: Mapping[str, Any], regime: str | None = None) -> Analysis:
         models=tuple(_model_report(name, models[name], layers, gemms, not_measured) for name in models),
         notes=_notes([*layers.values(), *gemms.values()], not_measured),
     )
+
+
+def timed_cases(results: Mapping[str, Any]) -> list[Measurement[Any]]:
+    """Every case of a results file that has a time. Raises as `analyse` does."""
+    _suite_of(results)
+    layers, gemms = _measurements(results["benchmarks"])
+    return [*layers.values(), *gemms.values()]
 
 
 def _suite_of(results: Any) -> Mapping[str, Any]:

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 from benches.noise import main, spreads, table
+from shapes.cases import LAYER_PASSES, LayerCase
 
-CASE = "layer/tiny/torch/bf16/rested/forward"
+CASES = [LayerCase("tiny", "torch", "bf16", "rested", name) for name in LAYER_PASSES]
 
 
-def run(*medians: float, uuid: str = "one", regime: str = "rested") -> dict[str, Any]:
-    """A results file with a case for each median."""
+def run(*medians: float, uuid: str = "one") -> dict[str, Any]:
+    """A results file with a layer's case for each median."""
     return {
-        "suite": {"schema": 1},
+        "suite": {"schema": 1, "models": {"tiny": {}}},
         "machine_info": {"gpu": {"uuid": uuid}},
         "benchmarks": [
-            {"stats": {"median": median}, "extra_info": {"case": f"{CASE}{index}", "kind": "layer", "regime": regime}}
-            for index, median in enumerate(medians)
+            {
+                "stats": {"median": median},
+                "extra_info": {"kind": "layer", **dict(zip(case.axes, case.values, strict=True))},
+            }
+            for case, median in zip(CASES, medians, strict=False)
         ],
     }
 
@@ -34,14 +38,14 @@ def test_a_spread_is_the_deviation_of_medians_over_their_mean() -> None:
 
 def test_cases_that_a_run_lacks_are_left_out() -> None:
     """A spread over fewer runs than the others would look smaller."""
-    assert [spread.case for spread in spreads([run(1.0, 2.0), run(1.0)])] == [f"{CASE}0"]
+    assert [spread.case for spread in spreads([run(1.0, 2.0), run(1.0)])] == [CASES[0].id]
 
 
 def test_lines_are_per_kind_regime_and_band() -> None:
     """Short times have more noise by nature, and are summed up apart."""
     lines = table(spreads([run(0.1, 50e-6, 10e-6), run(0.1, 50e-6, 12e-6)])).splitlines()
     assert len(lines) == 4
-    assert [line.split()[-1] for line in lines[1:]] == [f"{CASE}{index}" for index in range(3)]
+    assert [line.split()[-1] for line in lines[1:]] == [case.id for case in CASES]
     assert "100 us and more" in lines[1]
     assert "15 to 100 us" in lines[2]
     assert "below 15 us" in lines[3]
@@ -55,7 +59,10 @@ def test_lines_are_per_kind_regime_and_band() -> None:
         ([run(1.0), run(1.0, uuid="other")], "different GPUs"),
         ([run(1.0), run()], "no case"),
         ([run(1.0), {"benchmarks": []}], "not a results file"),
-        ([run(1.0), []], "object"),
+        ([run(1.0), []], "not a results file"),
+        ([run(1.0), run(0.0)], "is no time"),
+        ([run(1.0), run(float("nan"))], "is no time"),
+        ([run(1.0), run(1.0) | {"machine_info": 5}], "not a usable results file"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(
@@ -79,5 +86,5 @@ def test_every_case_s_medians_can_be_kept(tmp_path: Path, capsys: pytest.Capture
         path.write_text(json.dumps(run(median)))
     assert main([*map(str, paths), "--json", str(tmp_path / "out.json")]) == 0
     (kept,) = json.loads((tmp_path / "out.json").read_text())
-    assert (kept["case"], kept["runs_s"]) == (f"{CASE}0", [0.1, 0.3])
+    assert (kept["case"], kept["runs_s"]) == (CASES[0].id, [0.1, 0.3])
     assert "2 processes" in capsys.readouterr().out
