@@ -18,6 +18,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from benches.report.analysis import MALFORMED, USAGE_ERROR, timed_cases
+from shapes.printing import print_text
 
 FEWEST_RUNS = 2
 # Lower ends, in seconds: below 15 us a time is mostly the GPU's own start and end of a kernel.
@@ -97,9 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MALFORMED as error:
         print(f"benches.noise: not a usable results file ({type(error).__name__}: {error})", file=sys.stderr)
         return USAGE_ERROR
-    print(f"{len(options.runs)} processes; spread: standard deviation of a case's medians, relative to their mean")
-    print(table(found))
-    return 0
+    heading = f"{len(options.runs)} processes; spread: standard deviation of a case's medians, relative to their mean"
+    return print_text(f"{heading}\n{table(found)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from typing import Any, NoReturn
 
 from shapes.gemms import PASSES, Gemm, LinearGroup, layer_linears, lm_head, parse_shapes
 from shapes.models import HYPERPARAMETERS, MODELS, ModelConfig, resolve
+from shapes.printing import print_text
 
 GEMM_HEADER = ("linear", "pass", "M x K x N", "GFLOP", "share", "FLOP/byte")
 MODEL_HEADER = ("model", "hidden", "intermediate", "heads", "kv heads", "head dim", "layers", "tokens", "vocabulary")
@@ -202,18 +202,8 @@ def run(arguments: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. A reader that closes the pipe early, as `head` does, has had what it wanted."""
-    text = run(sys.argv[1:] if arguments is None else arguments)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # What is still buffered would be flushed at exit and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        print(f"cannot print: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return 0
+    """The command; returns the exit code."""
+    return print_text(run(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benches.report.analysis import MALFORMED, REGIMES, USAGE_ERROR, analyse
 from benches.report.terminal import NO_RICH, render
+from shapes.printing import print_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(options.results, f"not a usable results file ({type(error).__name__}: {error})")
     if text.strip() == NO_RICH:
         return _refuse(options.results, NO_RICH)
-    print(text, end="")
+    if code := print_text(text.rstrip("\n")):
+        return code
     if options.plot:
         try:
             from benches.report.plots import plot

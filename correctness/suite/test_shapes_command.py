@@ -243,6 +243,24 @@ class TestProcess:
             os.close(write_end)
         assert (done.returncode, done.stderr) == (0, "")
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+    @pytest.mark.parametrize(
+        "module", ["shapes tiny", "benches.report benches/baselines/nvidia-h200-sm90/te-2.20.2.json"]
+    )
+    def test_a_full_disk_is_one_line(self, module: str) -> None:
+        """Of every command of this project that prints."""
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", *module.split()],
+                cwd=ROOT,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+        assert done.returncode == 1
+        assert done.stderr == "cannot print: No space left on device\n"
+
     def test_it_needs_the_standard_library_only(self) -> None:
         """Nothing outside it and this folder is imported: no torch, so that the answer comes at once."""
         program = (
