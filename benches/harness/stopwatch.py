@@ -43,9 +43,9 @@ class Regime:
 
 
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
-# 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: it then varies
-# by 0.1 %, against 0.5 % after resting as long as it ran. A GPU that had nothing to do for seconds is up to 15 % slower
-# for its first 60 ms of such work, which the settling leaves out.
+# 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: its rounds then
+# differ by 0.1 %, against 0.5 % after resting as long as it ran. A GPU that had nothing to do for seconds is up to
+# 15 % slower for its first 60 ms of such work, which the settling leaves out.
 # Back to back: an H200's power control swings with a period of about a second (0.6 s at one speed, 0.4 s up to 10 %
 # slower), beginning anew with each pause. The first swing is left out, and a second of measuring covers one.
 _BACK_TO_BACK = Regime(busy_s=0.25, settle_s=1.2)
