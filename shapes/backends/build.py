@@ -115,7 +115,7 @@ def _gemms_class(device: str) -> Callable[[Linear, Recipe, str, int], Any]:
 
 
 class GemmSteps:
-    """The GEMMs of a group of linears and the quantizations around them, each with its operands.
+    """The GEMMs of a group of linears and the quantizations around them, each with operands quantized from the start.
 
     A step is named `<linear>/<piece>`, the piece being fprop, dgrad, wgrad, quantize_x, quantize_w or quantize_dy.
     """
@@ -126,8 +126,6 @@ class GemmSteps:
         self.gemms = {
             linear.name: make(linear, recipe, device, seed + index) for index, linear in enumerate(group.linears)
         }
-        for segment in self.in_layer().segments:  # every GEMM needs operands quantized before it
-            segment.run()
 
     def pieces(self, pass_name: str) -> tuple[str, ...]:
         """The quantizations of a pass, if the recipe has any, and its GEMM."""
