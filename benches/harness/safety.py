@@ -21,6 +21,7 @@ import pytest
 # What ends a run: Ctrl-C, a batch system or `timeout`, a lost terminal. Windows lacks the last.
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+_replaced: dict[int, Any] = {}  # what end_in_order put its own handler in the place of
 
 
 def check_options(config: pytest.Config) -> None:
@@ -31,11 +32,12 @@ def check_options(config: pytest.Config) -> None:
     if config.getoption("benchmark_histogram") and not importlib.util.find_spec("pygal"):
         raise pytest.UsageError("--benchmark-histogram needs pygal: pip install pytest-benchmark[histogram]")
     path = config.getoption("benchmark_json")  # before pytest-benchmark 5.3 an open file: then it can be written
-    if isinstance(path, Path) and (reason := _not_writable(path)):
+    if isinstance(path, Path) and (reason := not_writable(path)):
         raise pytest.UsageError(f"--benchmark-json={path}: {reason}")
 
 
-def _not_writable(path: Path) -> str | None:
+def not_writable(path: Path) -> str | None:
+    """Why a file cannot be written there, or None; nothing is created."""
     try:
         if path.is_dir():
             return "is a folder"
@@ -52,8 +54,8 @@ def end_in_order() -> None:
     As Ctrl-C, it takes effect when the call into CUDA at hand returns; a GPU that hangs is left by SIGKILL.
     """
     for number in ENDING:
-        if signal.getsignal(number) in _DEFAULT:
-            signal.signal(number, _interrupt)
+        if signal.getsignal(number) in _DEFAULT:  # not what nohup ignores, or a program around pytest handles
+            _replaced[number] = signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, _: FrameType | None) -> NoReturn:
@@ -64,17 +66,17 @@ def _interrupt(number: int, _: FrameType | None) -> NoReturn:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Nothing but SIGKILL and SIGQUIT ends the process in here, and afterwards signals do what they did at first."""
+    """Nothing but SIGKILL and SIGQUIT ends the process in here; afterwards signals do what they did before the run."""
     if threading.current_thread() is not threading.main_thread():  # only there signals can be set
         yield
         return
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING} | _replaced
     try:
         yield
     finally:
-        for number in ENDING:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _replaced.clear()
 
 
 def save_elsewhere(results: dict[str, Any]) -> Path:
