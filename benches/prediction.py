@@ -12,12 +12,15 @@ import argparse
 import gc
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from benches.harness import device as devices
 from benches.harness.medians import median
+from benches.harness.safety import not_writable
 from benches.harness.stopwatch import REGIMES, Limits, Stopwatch
 from benches.harness.timeline import CudaTimeline
+from benches.report.analysis import USAGE_ERROR
 from shapes.cases import support
 from shapes.gemms import layer_linears
 from shapes.models import MODELS, ModelConfig
@@ -100,11 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benches.prediction", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="codonfm_5b", metavar="NAME", help=", ".join(MODELS))
-    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if reason := devices.why_not_cuda():
         print(f"needs a GPU and Transformer Engine: {reason}", file=sys.stderr)
-        return 4
+        return USAGE_ERROR
+    if options.json and (reason := not_writable(options.json)):
+        print(f"{options.json}: {reason}", file=sys.stderr)
+        return USAGE_ERROR
     config = MODELS[options.model]
     found: dict[str, Any] = {}
     print(f"{config.name}: GEMM + quantization of a layer, ms")
