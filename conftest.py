@@ -6,7 +6,7 @@ import pytest
 
 from benches.harness import device as devices
 from benches.harness.safety import check_options
-from benches.harness.stash import RESULTS, SELECTION
+from benches.harness.stash import RESULTS, SELECTION, new_results
 from shapes.cases import MODES
 from shapes.models import HYPERPARAMETERS, MODELS
 from shapes.recipes import RECIPES
@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     shapes_help = "linears to measure: tokens x in_features x out_features; repeatable"
     add("--shapes", action="append", default=[], metavar="MxKxN,...", help=shapes_help)
     add("--pre-quantize", action="store_true", help="GEMMs alone, quantized beforehand; default: with and without")
+    add("--graphs", action="store_true", help="layers also as CUDA graphs")
+    weights_help = "cached: quantized layers also with weights quantized in an earlier microbatch"
+    add("--weights", choices=("requantized", "cached"), default="requantized", help=weights_help)
     add("--no-fp8", action="store_true", help="leave out mxfp8")
     add("--no-fp4", action="store_true", help="leave out nvfp4")
 
@@ -55,8 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
             recipes=option("recipe"),
             without=[recipe for recipe, flag in (("mxfp8", "no_fp8"), ("nvfp4", "no_fp4")) if option(flag)],
             modes=MODES[1:] if option("pre_quantize") else MODES,
+            graphs=option("graphs"),
+            cached_weights=option("weights") == "cached",
         )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     check_options(config)
-    config.stash[RESULTS] = {"benchmarks": [], "not_measured": [], "selected": 0}
+    config.stash[RESULTS] = new_results()

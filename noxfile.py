@@ -16,7 +16,7 @@ nox.options.reuse_venv = "yes"
 
 MEASURING = ["pytest>=8.4", "pytest-benchmark>=5.1", "hypothesis>=6.100", "numpy>=1.26"]
 REPORTING = ["rich>=13", "matplotlib>=3.8", "nvidia-ml-py>=12"]
-CHECKING = ["scipy>=1.11", "ml_dtypes>=0.5"]  # references that only tests use
+CHECKING = ["scipy>=1.11", "ml_dtypes>=0.5", "jsonschema>=4.18"]  # only tests use them
 LINTING = ["ruff==0.17.6", "mypy==2.4.1"]
 TORCH = "torch==2.13.0"
 TRANSFORMER_ENGINE = "transformer_engine[pytorch]>=2.9"
@@ -51,12 +51,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV, default=False)
 def noise(session: nox.Session) -> None:
-    """Run-to-run spread: the benchmarks in six fresh processes. What follows `--` selects them."""
+    """Run-to-run spread: the benchmarks in six fresh processes; also as noise.json. What follows `--` selects them."""
     _set_up(session, *MEASURING, *REPORTING)
     files = [f"{session.create_tmp()}/run{number}.json" for number in range(1, 7)]
     for file in files:
         session.run("python", "-m", "pytest", "benches", "-q", f"--benchmark-json={file}", *session.posargs)
-    session.run("python", "-m", "benches.noise", *files)
+    session.run("python", "-m", "benches.noise", *files, "--json=noise.json")
 
 
 @nox.session(venv_params=VENV)

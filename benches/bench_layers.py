@@ -8,7 +8,7 @@ from benches.harness.replay import REPLAY
 
 
 @pytest.mark.benchmark(timer=REPLAY)
-@pytest.mark.usefixtures("model", "stage", "recipe", "regime", "pass_name")
+@pytest.mark.usefixtures("model", "stage", "recipe", "execution", "regime", "pass_name")
 def test_layer(layer, measure):
     """One pass of the layer."""
     measure(layer)

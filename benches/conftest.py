@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benches.harness.stash import SELECTION
+from benches.harness.controls import Controls
+from benches.harness.stash import RESULTS, SELECTION, spending
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
 from benches.harness.workbench import Workbench, keeps_traces
@@ -41,35 +43,52 @@ def workbench() -> Workbench:
     return Workbench()
 
 
-def _shared(config: pytest.Config, workbench: Workbench, key: tuple[str, ...], reason: str | None, build: Any) -> Any:
+@pytest.fixture(scope="session")
+def controls(pytestconfig: pytest.Config, timeline: Timeline | None, limits: Limits) -> Iterator[Controls]:
+    """Times what TE has no part in: before the first case, every half minute, and after the last one."""
+    device, taken = pytestconfig.stash[SELECTION].device, pytestconfig.stash[RESULTS]["controls"]
+    controls = Controls(device, timeline, limits, taken)
+    yield controls
+    if controls.taken:
+        with spending(pytestconfig, "controls"):
+            controls.take()
+
+
+def _shared(request: pytest.FixtureRequest, key: tuple[str, ...], reason: str | None, build: Any) -> Any:
     if reason:
         pytest.skip(reason)
-    return workbench.get(key, build, keeps_traces(config))
+    if not request.config.getoption("benchmark_disable"):
+        controls = request.getfixturevalue("controls")
+        with spending(request.config, "controls"):
+            controls.take_if_due()
+    with spending(request.config, "building"):
+        return request.getfixturevalue("workbench").get(key, build, keeps_traces(request.config))
 
 
 @pytest.fixture
 def layer(
-    pytestconfig: pytest.Config,
-    workbench: Workbench,
+    request: pytest.FixtureRequest,
     timeline: Timeline | None,
     limits: Limits,
     model: str,
     stage: str,
     recipe: str,
+    execution: str,
 ) -> LayerMeasurement:
-    """A layer in one stage and recipe."""
+    """A layer in one stage, recipe and execution."""
     from benches.harness.measurements import LayerMeasurement
 
-    selection = pytestconfig.stash[SELECTION]
+    selection = request.config.stash[SELECTION]
     reason = support(recipe, selection.groups[model], selection.device, stage)
-    build = partial(LayerMeasurement, selection.model(model), stage, recipe, selection.device, timeline, limits)
-    return _shared(pytestconfig, workbench, ("layer", model, stage, recipe), reason, build)
+    build = partial(
+        LayerMeasurement, selection.model(model), stage, recipe, execution, selection.device, timeline, limits
+    )
+    return _shared(request, ("layer", model, stage, recipe, execution), reason, build)
 
 
 @pytest.fixture
 def gemms(
-    pytestconfig: pytest.Config,
-    workbench: Workbench,
+    request: pytest.FixtureRequest,
     timeline: Timeline | None,
     limits: Limits,
     model: str,
@@ -78,7 +97,7 @@ def gemms(
     """The GEMMs of a layer, or of shapes given by hand, in one recipe."""
     from benches.harness.measurements import GemmMeasurement
 
-    selection = pytestconfig.stash[SELECTION]
+    selection = request.config.stash[SELECTION]
     group = selection.groups[model]
     build = partial(GemmMeasurement, group, recipe, selection.device, timeline, limits)
-    return _shared(pytestconfig, workbench, ("gemm", model, recipe), support(recipe, group, selection.device), build)
+    return _shared(request, ("gemm", model, recipe), support(recipe, group, selection.device), build)

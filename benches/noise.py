@@ -21,6 +21,7 @@ from benches.report.analysis import MALFORMED, USAGE_ERROR, timed_cases
 from shapes.printing import print_text
 
 FEWEST_RUNS = 2
+FEW = 3  # cases that a line names
 # Lower ends, in seconds: below 15 us a time is mostly the GPU's own start and end of a kernel.
 BANDS = {"100 us and more": 100e-6, "15 to 100 us": 15e-6, "below 15 us": 0.0}
 
@@ -68,6 +69,39 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
     return [Spread(case.id, case.kind, case.regime, tuple(table[case] for table in tables)) for case in shared]
 
 
+def differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What should be the same in every run and is not: launches, kernels, peak and saved bytes -> the cases.
+
+    Another kernel or another launch explains a spread; memory that differs cannot be compared exactly.
+    """
+    tables = [_proofs(run) for run in runs]
+    found: dict[str, list[str]] = {}
+    for case, proof in tables[0].items():
+        others = [table[case] for table in tables[1:] if case in table]
+        for name, value in proof.items():
+            if any(other[name] != value for other in others):
+                found.setdefault(name, []).append(case)
+    return found
+
+
+def _proofs(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    evidence = run["suite"].get("evidence") or {}
+    proofs = {}
+    for benchmark in run["benchmarks"]:
+        extra = benchmark.get("extra_info") or {}
+        if "case" not in extra:
+            continue
+        segments = (evidence.get(extra.get("evidence")) or {}).get("segments") or {}
+        kernels = [
+            (use["name"], use["count"])
+            for name in extra.get("segments") or ()
+            for use in (segments.get(name) or {}).get("kernels") or ()
+        ]
+        exact = {name: extra.get(name) for name in ("launches", "peak_bytes", "saved_bytes")}
+        proofs[extra["case"]] = exact | {"kernels": sorted(kernels)}
+    return proofs
+
+
 def table(found: Sequence[Spread]) -> str:
     """One line per kind, regime and band: how many cases, their median spread, and the largest with its case."""
     lines = [f"{'kind':6} {'regime':10} {'time':16} {'cases':>5} {'median':>8} {'largest':>8}  of"]
@@ -89,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write every case's medians and spread")
     options = parser.parse_args(arguments)
     try:
-        found = spreads([json.loads(path.read_text(encoding="utf-8")) for path in options.runs])
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in options.runs]
+        found, unequal = spreads(runs), differing(runs)
         if options.json:
             options.json.write_text(json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1))
     except (OSError, ValueError) as error:
@@ -99,7 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benches.noise: not a usable results file ({type(error).__name__}: {error})", file=sys.stderr)
         return USAGE_ERROR
     heading = f"{len(options.runs)} processes; spread: standard deviation of a case's medians, relative to their mean"
-    return print_text(f"{heading}\n{table(found)}")
+    lines = [heading, table(found)]
+    lines += [f"{name} differ from run to run in {len(cases)} cases: {_few(cases)}" for name, cases in unequal.items()]
+    return print_text("\n".join(lines if unequal else [*lines, "launches, kernels and memory are equal in all runs"]))
+
+
+def _few(cases: Sequence[str]) -> str:
+    return ", ".join(cases[:FEW]) + (", ..." if len(cases) > FEW else "")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """How well the GEMMs measured one by one in layer order predict those inside the real layer.
 
-    python -m benches.prediction [--model NAME] [--json FILE]
+    python -m benches.prediction [--model NAME ...] [--json FILE]
 
-For every recipe that runs here: the sum of the in-layer sweep, and the same kernels of te.TransformerLayer forward and
-backward as torch.profiler sees them, both back to back with the power settled. Needs a GPU and Transformer Engine.
+For every recipe that runs here, te.TransformerLayer's step and the sweep over its GEMMs and quantizations run in turn,
+back to back: so both meet the same clocks, which on a GPU at its power limit swing by several percent. The layer's
+kernels are timed by torch.profiler, the sweep's pieces by the events that the benchmarks use, and beside them each
+GEMM in a loop of its own. Needs a GPU and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -12,97 +14,187 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benches.harness import device as devices
+from benches.harness.kernels import categorize, shorten
 from benches.harness.medians import median
 from benches.harness.safety import not_writable
-from benches.harness.stopwatch import REGIMES, Limits, Stopwatch
-from benches.harness.timeline import CudaTimeline
+from benches.harness.stopwatch import REGIMES
+from benches.harness.timeline import CudaTimeline, Mark, split_at_spins
 from benches.report.analysis import USAGE_ERROR
 from shapes.cases import support
 from shapes.gemms import layer_linears
 from shapes.models import MODELS, ModelConfig
+from shapes.program import Program
 from shapes.recipes import RECIPES, Recipe
 
-# Parts of kernel names, seen on an H200 with TE 2.20.2. What is fused into a norm or an activation is neither.
-KERNELS = {
-    "quantize": (
-        "cast_transpose",
-        "transpose_optimized_kernel",
-        "transpose_general_kernel",
-        "amax_kernel",
-        "compute_scale_from_amax",
-        "block_scaled_",
-        "fp8::detail::identity",
-        "quantize_mxfp8",
-        "quantize_transpose_nvfp4",
-        "hadamard",
-    ),
-    "gemm": ("nvjet", "cublasLt", "cutlass", "gemm"),
-}
-PROFILED_STEPS = 15
-STEP_MARK = "spin_kernel"
+DEFAULT_MODELS = ("codonfm_5b", "llama3_8b")
+TURNS_S = 1.5  # of layer and sweep in turn, after the power has settled
+LOOP = 60  # calls between two events; TE's benchmarks/gemm/benchmark_gemm.py does the same with 100
+AHEAD = 2  # turns that the host is ahead of the device
+
+# Quantizations of which the layer does a part elsewhere: te.LayerNormLinear and te.LayerNormMLP have the norm and the
+# activation compute the amax that current scaling needs (normalization.cpp and activation.cpp of TE's extension).
+# The pass over the data that the sweep needs for it is in no kernel of the layer.
+AMAX_ELSEWHERE = {"fp8_current_scaling": ("qkv/quantize_x", "mlp_up/quantize_x", "mlp_down/quantize_x")}
+AMAX_KERNEL = "amax_kernel<"  # how its short name begins; zero_amax_kernel and others are a microsecond each
 
 
-def kernel_kind(name: str) -> str:
-    """`quantize`, `gemm` or `other`."""
-    return next((kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), "other")
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer: GEMMs, and the quantizations around them."""
+
+    gemm: float
+    quantize: float
+
+    @property
+    def whole(self) -> float:
+        """Both."""
+        return self.gemm + self.quantize
 
 
-def layer_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, float]:
-    """Seconds per training step of te.TransformerLayer by kind of kernel, back to back after the power has settled."""
-    from torch.profiler import ProfilerActivity, profile
+@dataclass(frozen=True)
+class Prediction:
+    """Of one recipe: the real layer, the sweep, what of the sweep the layer does elsewhere, each piece in a loop."""
 
-    from shapes.backends.build import build_layer
+    layer: Seconds
+    sweep: Seconds
+    elsewhere_s: float
+    loops: Seconds
+
+    @property
+    def difference(self) -> float:
+        """The sweep, without what the layer does elsewhere, against the layer's kernels; relative."""
+        return (self.sweep.whole - self.elsewhere_s) / self.layer.whole - 1
+
+
+def kind(kernel: str) -> str:
+    """`gemm`, `quantize` or `other`. What is fused into a norm or an activation is neither."""
+    category = categorize(kernel)
+    return "gemm" if category.startswith("gemm") else category if category == "quantize" else "other"
+
+
+def split(times: Sequence[tuple[str, float]], kind_of: Callable[[str], str]) -> Seconds:
+    """Sums by kind of named durations."""
+    sums = {"gemm": 0.0, "quantize": 0.0, "other": 0.0}
+    for name, seconds in times:
+        sums[kind_of(name)] += seconds
+    return Seconds(sums["gemm"], sums["quantize"])
+
+
+def piece_kind(segment: str) -> str:
+    """Of a segment of the sweep."""
+    return "quantize" if "/quantize" in segment else "gemm"
+
+
+def amax_seconds(kernels: Sequence[tuple[str, float]], segments: Sequence[str], of: Sequence[str]) -> float:
+    """Seconds of the amax kernels of some quantizations. Each quantization of the sweep has one, in its order."""
+    quantizations = [name for name in segments if piece_kind(name) == "quantize"]
+    if not of:
+        return 0.0
+    found = [seconds for name, seconds in kernels if shorten(name).startswith(AMAX_KERNEL)]
+    return sum(seconds for name, seconds in zip(quantizations, found, strict=True) if name in of)
+
+
+class Turns:
+    """The layer's step and the sweep in turn, without a pause."""
+
+    def __init__(self, layer: Program, sweep: Program, timeline: CudaTimeline) -> None:
+        self.layer, self.sweep, self.timeline = layer, sweep, timeline
+        self.marks: list[list[Mark]] = []
+
+    def run(self, seconds: float) -> None:
+        """Enqueue turns for this long, the host some turns ahead of the device, and wait for them."""
+        end = self.timeline.now() + seconds
+        self.marks.clear()
+        while self.timeline.now() < end:
+            self._turn()
+            if len(self.marks) > AHEAD:
+                self.marks[-1 - AHEAD][-1].wait()
+        self.timeline.synchronize()
+
+    def _turn(self) -> None:
+        self.timeline.spin(0.0)  # its kernel tells where the layer's step begins
+        self.layer.run_once()
+        self.timeline.spin(0.0)  # and where the sweep does
+        self.sweep.reset()
+        marks: list[Mark] = [self.timeline.mark()]
+        for segment in self.sweep.segments:
+            segment.run()
+            marks.append(self.timeline.mark())
+        self.marks.append(marks)
+
+    def sweep_times(self) -> list[list[tuple[str, float]]]:
+        """Of each turn, the segments' times by their events."""
+        names = [segment.name for segment in self.sweep.segments]
+        return [
+            [(name, marks[index].seconds_until(marks[index + 1])) for index, name in enumerate(names)]
+            for marks in self.marks
+        ]
+
+
+def middle(turns: Sequence[Seconds]) -> Seconds:
+    """The median turn, kind by kind."""
+    return Seconds(median([turn.gemm for turn in turns]), median([turn.quantize for turn in turns]))
+
+
+def loops(sweep: Program, timeline: CudaTimeline) -> Seconds:
+    """Each segment called over and over between two events, as single GEMMs are often timed."""
+    times = []
+    for segment in sweep.segments:
+        segment.run()
+        start = timeline.mark()
+        for _ in range(LOOP):
+            segment.run()
+        end = timeline.mark()
+        timeline.synchronize()
+        times.append((segment.name, start.seconds_until(end) / LOOP))
+    return split(times, piece_kind)
+
+
+def predict(config: ModelConfig, recipe: Recipe) -> Prediction:
+    """Measure the layer and the sweep of one recipe."""
+    from shapes.backends.build import GemmSteps, build_layer
 
     timeline = CudaTimeline()
-    program = build_layer(config, "te_layer", recipe, "cuda").program()
-    watch = Stopwatch(program, timeline)
-    settle_s = 2 * REGIMES["in_layer"].settle_s  # starting the profiler is a pause of its own
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(int(settle_s / watch.device_round_s) + PROFILED_STEPS):
-            timeline.spin(1e-6)  # its kernel marks where a step begins
-            program.run_once()
-        timeline.spin(1e-6)
-        timeline.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    kernels.sort(key=lambda event: event.time_range.start)
-    begins = [index for index, event in enumerate(kernels) if STEP_MARK in event.name][-PROFILED_STEPS - 1 :]
-    seconds = {"gemm": 0.0, "quantize": 0.0, "other": 0.0}
-    for event in kernels[begins[0] : begins[-1]]:
-        if STEP_MARK not in event.name:
-            seconds[kernel_kind(event.name)] += event.device_time * 1e-6 / PROFILED_STEPS
-    return seconds
+    layer = build_layer(config, "te_layer", recipe, "cuda").program()
+    sweep = GemmSteps(layer_linears(config), recipe, "cuda").in_layer()
+    turns = Turns(layer, sweep, timeline)
+    turns.run(REGIMES["in_layer"].settle_s)
+    parts = split_at_spins(timeline.kernels(lambda: turns.run(TURNS_S)))
+    layers, sweeps = parts[0::2], parts[1::2]
+    segments = [segment.name for segment in sweep.segments]
+    of = AMAX_ELSEWHERE.get(recipe.id, ())
+    return Prediction(
+        layer=middle([split(part, kind) for part in layers]),
+        sweep=middle([split(times, piece_kind) for times in turns.sweep_times()]),
+        elsewhere_s=median([amax_seconds(part, segments, of) for part in sweeps]),
+        loops=loops(sweep, timeline),
+    )
 
 
-def sweep_pieces(config: ModelConfig, recipe: Recipe) -> dict[str, float]:
-    """Seconds of the GEMMs and quantizations of one layer by the in-layer sweep."""
-    from shapes.backends.build import GemmSteps
-
-    program = GemmSteps(layer_linears(config), recipe, "cuda").in_layer()
-    whole = tuple(segment.name for segment in program.segments)
-    times = Stopwatch(program, CudaTimeline()).time(REGIMES["in_layer"], [whole], Limits())
-    seconds = {"gemm": 0.0, "quantize": 0.0}
-    for name, rounds in times.device_s.items():
-        seconds["quantize" if "/quantize" in name else "gemm"] += median(rounds)
-    return seconds
-
-
-def compare(config: ModelConfig, recipe: Recipe) -> dict[str, Any]:
-    """Both, and the relative difference of their sums."""
-    real = layer_kernels(config, recipe)
-    gc.collect()  # the layer's memory, before the operands need theirs
-    sweep = sweep_pieces(config, recipe)
-    ratio = sum(sweep.values()) / (real["gemm"] + real["quantize"])
-    return {"real_s": real, "sweep_s": sweep, "difference": ratio - 1}
+def table(found: dict[str, Prediction]) -> str:
+    """One line per recipe, in ms."""
+    lines = [f"{'recipe':22}{'in the real layer':>19}{'in the sweep':>19}{'elsewhere':>11}{'diff.':>8}{'loops':>19}"]
+    for recipe, one in found.items():
+        texts = [f"{part.gemm * 1e3:.3f} + {part.quantize * 1e3:.3f}" for part in (one.layer, one.sweep, one.loops)]
+        loops_difference = one.loops.whole / one.layer.whole - 1
+        lines.append(
+            f"{recipe:22}{texts[0]:>19}{texts[1]:>19}{one.elsewhere_s * 1e3:11.3f}{one.difference:+8.1%}"
+            f"{texts[2]:>19} {loops_difference:+.1%}"
+        )
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benches.prediction", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="codonfm_5b", metavar="NAME", help=", ".join(MODELS))
+    parser = argparse.ArgumentParser(prog="python -m benches.prediction", description=(__doc__ or "").splitlines()[0])
+    model_help = f"repeatable; default {' and '.join(DEFAULT_MODELS)}; one of {', '.join(MODELS)}"
+    parser.add_argument("--model", choices=MODELS, action="append", metavar="NAME", help=model_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if reason := devices.why_not_cuda():
@@ -111,21 +203,18 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json and (reason := not_writable(options.json)):
         print(f"{options.json}: {reason}", file=sys.stderr)
         return USAGE_ERROR
-    config = MODELS[options.model]
-    found: dict[str, Any] = {}
-    print(f"{config.name}: GEMM + quantization of a layer, ms")
-    print(f"{'recipe':24}{'in the real layer':>24}{'in the sweep':>24}{'difference':>12}")
-    for recipe in RECIPES.values():
-        if not recipe.default or support(recipe.id, layer_linears(config), "cuda", "te_layer"):
-            continue
-        result = found[recipe.id] = compare(config, recipe)
-        real, sweep = (
-            f"{part['gemm'] * 1e3:.3f} + {part['quantize'] * 1e3:.3f}" for part in (result["real_s"], result["sweep_s"])
-        )
-        print(f"{recipe.id:24}{real:>24}{sweep:>24}{result['difference']:+12.1%}", flush=True)
+    results: dict[str, Any] = {}
+    for name in options.model or DEFAULT_MODELS:
+        found: dict[str, Prediction] = {}
+        for recipe in RECIPES.values():
+            if recipe.default and not support(recipe.id, layer_linears(MODELS[name]), "cuda", "te_layer"):
+                gc.collect()  # the memory of the recipe before
+                found[recipe.id] = predict(MODELS[name], recipe)
+        print(f"{name}: GEMM + quantization of a layer, ms\n{table(found)}\n", flush=True)
+        results[name] = {recipe: asdict(one) | {"difference": one.difference} for recipe, one in found.items()}
     if options.json:
         with open(options.json, "w", encoding="utf8") as file:
-            json.dump({"model": config.name, "gpu": devices.gpu_facts(), "recipes": found}, file, indent=1)
+            json.dump({"gpu": devices.gpu_facts(), "models": results}, file, indent=1)
     return 0
 
 

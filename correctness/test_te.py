@@ -67,7 +67,7 @@ def test_a_layer_without_its_autocast_is_caught(te, recipe):
     config = MODELS["tiny"]
     skip_unsupported(recipe, config, "te_layer")
     step = build_layer(config, "te_layer", RECIPES[recipe], "cuda")
-    step.context = te.autocast(RECIPES["bf16"])
+    step.context = te.Autocast(RECIPES["bf16"])
     with te.record_gemms() as seen:
         step.program().run_once()
     assert {gemm.operands for gemm in seen} == {("bf16", "bf16")}

@@ -1,14 +1,15 @@
-"""What is measured: model x stage x recipe x pass x regime -> Case, its id, and whether it can run here."""
+"""What is measured: model x stage x recipe x execution x regime x pass -> Case, its id, and whether it can run here."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from shapes.gemms import PASSES, LinearGroup
 from shapes.recipes import RECIPES
-from shapes.stages import STAGES
+from shapes.stages import EXECUTIONS, STAGES
 
 LAYER_PASSES = ("forward", "backward", "forward_backward")
 MODES = ("autocast", "prequantized")
@@ -45,12 +46,13 @@ class LayerCase(_Case):
     """The time of one pass of one layer."""
 
     kind = "layer"
-    axes = ("model", "stage", "recipe", "regime", "pass_name")
-    compared = ("stage", "recipe")
+    axes = ("model", "stage", "recipe", "execution", "regime", "pass_name")
+    compared = ("stage", "recipe", "execution")
 
     model: str
     stage: str
     recipe: str
+    execution: str
     regime: str
     pass_name: str
 
@@ -79,15 +81,19 @@ def _only_emulated(stage: str, recipe: str, device: str) -> bool:
     return device == "cuda" and STAGES[stage].backend == "torch" and RECIPES[recipe].quantized
 
 
-def layer_cases(model: str, stages: Sequence[str], recipes: Sequence[str], device: str) -> Iterator[LayerCase]:
-    """Cases of a model's layer. On a GPU, PyTorch's stages have no quantized recipes; on a CPU they emulate them."""
-    for stage in stages:
-        for recipe in recipes:
-            if _only_emulated(stage, recipe, device):
-                continue
-            for regime in LAYER_REGIMES[device]:
-                for pass_name in LAYER_PASSES:
-                    yield LayerCase(model, stage, recipe, regime, pass_name)
+def layer_cases(
+    model: str, stages: Sequence[str], recipes: Sequence[str], device: str, executions: Sequence[str] = ("eager",)
+) -> Iterator[LayerCase]:
+    """Cases of a model's layer. On a GPU, PyTorch's stages have no quantized recipes; on a CPU they emulate them.
+
+    Weights that are not quantized, or not by Transformer Engine, cannot be cached: there is no case of it.
+    """
+    for stage, recipe, execution in itertools.product(stages, recipes, executions):
+        can_cache = RECIPES[recipe].quantized and STAGES[stage].backend == "te"
+        if _only_emulated(stage, recipe, device) or (EXECUTIONS[execution].cached_weights and not can_cache):
+            continue
+        for regime, pass_name in itertools.product(LAYER_REGIMES[device], LAYER_PASSES):
+            yield LayerCase(model, stage, recipe, execution, regime, pass_name)
 
 
 def gemm_cases(group: LinearGroup, recipes: Sequence[str], modes: Sequence[str], device: str) -> Iterator[GemmCase]:

@@ -9,14 +9,14 @@ from shapes.cases import MODES, GemmCase, LayerCase, gemm_cases, layer_cases
 from shapes.gemms import LinearGroup, layer_linears, parse_shapes
 from shapes.models import MODELS, ModelConfig, resolve
 from shapes.recipes import RECIPES
-from shapes.stages import STAGES
+from shapes.stages import EXECUTIONS, STAGES
 
 DEFAULT_MODELS = {"cuda": ("codonfm_5b", "llama3_8b"), "cpu": ("tiny",)}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Models and shapes to measure, in which stages, recipes and GEMM modes, on `cuda` or `cpu`."""
+    """Models and shapes to measure, in which stages, recipes, executions and GEMM modes, on `cuda` or `cpu`."""
 
     device: str
     models: tuple[ModelConfig, ...]
@@ -24,6 +24,7 @@ class Selection:
     stages: tuple[str, ...]
     recipes: tuple[str, ...]
     modes: tuple[str, ...]
+    executions: tuple[str, ...]
 
     @property
     def groups(self) -> dict[str, LinearGroup]:
@@ -38,7 +39,9 @@ class Selection:
     def layer_cases(self) -> list[LayerCase]:
         """Cases of all layers, those that share a layer next to each other."""
         return [
-            case for model in self.models for case in layer_cases(model.name, self.stages, self.recipes, self.device)
+            case
+            for model in self.models
+            for case in layer_cases(model.name, self.stages, self.recipes, self.device, self.executions)
         ]
 
     def gemm_cases(self) -> list[GemmCase]:
@@ -73,11 +76,13 @@ def select(
     recipes: Sequence[str] = (),
     without: Sequence[str] = (),
     modes: Sequence[str] = MODES,
+    graphs: bool = False,
+    cached_weights: bool = False,
 ) -> Selection:
     """A selection; whatever is left empty gets its default. `without` names recipes to leave out.
 
     Hyperparameters change the models; hidden size and heads without a named model define a new one. Shapes without
-    a model select no layer.
+    a model select no layer. `graphs` and `cached_weights` add layers executed so to those that are not.
 
     Raises ValueError, in one line that names what is known, for anything that cannot be.
     """
@@ -88,6 +93,9 @@ def select(
     known_stages = _known("stage", stages or tuple(STAGES), tuple(STAGES))
     if stages and recipes and device == "cuda" and not any(layer_cases("", known_stages, chosen, device)):
         raise ValueError(f"on a GPU {', '.join(known_stages)} run unquantized recipes only, not {', '.join(chosen)}")
+    for option, asked in (("--graphs", graphs), ("--weights cached", cached_weights)):
+        if asked and device != "cuda":
+            raise ValueError(f"{option} needs Transformer Engine and a GPU; this run is on the CPU")
     return Selection(
         device=device,
         models=_models(models or (() if shapes else DEFAULT_MODELS[device]), bool(models), hyperparameters or {}),
@@ -95,4 +103,9 @@ def select(
         stages=known_stages,
         recipes=tuple(name for name in chosen if name not in without),
         modes=tuple(modes),
+        executions=tuple(
+            execution.id
+            for execution in EXECUTIONS.values()
+            if (graphs or not execution.graph) and (cached_weights or not execution.cached_weights)
+        ),
     )

@@ -1,4 +1,4 @@
-"""The steps from plain PyTorch to te.TransformerLayer, as a table."""
+"""The steps from plain PyTorch to te.TransformerLayer, and the ways in which a layer is executed, as tables."""
 
 from __future__ import annotations
 
@@ -29,5 +29,29 @@ STAGES: dict[str, Stage] = {
         Stage("te_attention", "te", "te", "no"),  # + te.DotProductAttention
         Stage("te_fused", "te", "te", "modules"),  # + te.LayerNormLinear and te.LayerNormMLP
         Stage("te_layer", "te", "te", "layer"),  # te.TransformerLayer
+    )
+}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a layer's step is executed.
+
+    `graph`: forward and backward are replayed as CUDA graphs. `cached_weights`: weights are quantized in the first
+    microbatch of an optimizer step only, and this is one of the others.
+    """
+
+    id: str
+    graph: bool
+    cached_weights: bool
+
+
+EXECUTIONS: dict[str, Execution] = {
+    execution.id: execution
+    for execution in (
+        Execution("eager", graph=False, cached_weights=False),  # and weights quantized in each step: TE's defaults
+        Execution("eager_cached", graph=False, cached_weights=True),
+        Execution("graph", graph=True, cached_weights=False),
+        Execution("graph_cached", graph=True, cached_weights=True),
     )
 }

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+from benches.harness.gpu_state import LIMITS, Query, ask, one_line, open_gpu, together
 
 DEVICES = ("cuda", "cpu")
 PACKAGES = ("torch", "transformer_engine", "pytest-benchmark", "numpy")
+ROOT = Path(__file__).parents[2]
+MAPS = Path("/proc/self/maps")  # the files that this process has in memory
 
 
 @cache
@@ -62,52 +70,88 @@ def declared_versions() -> dict[str, str]:
     return versions
 
 
-def _loaded_version(library: str, function: str) -> str | None:
-    """What a CUDA library in this process says of itself; several, where several copies are loaded."""
+def copies(library: str) -> list[str]:
+    """Paths of a shared library's copies in this process, of whatever version; raises OSError where none can tell."""
+    found = re.findall(rf"^(?:\S+ +){{5}}(/.*/{library}\.so[.\d]*)$", MAPS.read_text(errors="replace"), re.MULTILINE)
+    return sorted(set(found))
+
+
+def _cuda_runtime(library: ctypes.CDLL) -> str:
+    """13.0 of 13000 (CUDA Runtime API, cudaRuntimeGetVersion: 1000 major + 10 minor). No GPU is needed."""
+    number = ctypes.c_int()
+    if code := library.cudaRuntimeGetVersion(ctypes.byref(number)):
+        raise OSError(f"cudaRuntimeGetVersion returned {code}")
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _of_function(name: str) -> Callable[[ctypes.CDLL], str]:
+    """Of cuBLASLt 13 and cuDNN 9, whose functions return 10000 major + 100 minor + patch: 13.1.0 of 130100."""
+
+    def version(library: ctypes.CDLL) -> str:
+        function = getattr(library, name)
+        function.restype = ctypes.c_size_t
+        number = function()
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    return version
+
+
+_LIBRARIES = {
+    "cuda_runtime": ("libcudart", _cuda_runtime),
+    "cublas": ("libcublasLt", _of_function("cublasLtGetVersion")),
+    "cudnn": ("libcudnn", _of_function("cudnnGetVersion")),
+}
+
+
+def _loaded_version(library: str, version: Callable[[ctypes.CDLL], str]) -> str | None:
+    """What a CUDA library in this process says of itself; several, where copies of several versions are loaded."""
     try:
-        with open("/proc/self/maps") as maps:
-            paths = sorted(set(re.findall(rf"(/\S*/{library}\.so[.\d]*)$", maps.read(), re.MULTILINE)))
-        versions = set()
-        for path in paths:
-            ask = getattr(ctypes.CDLL(path), function)
-            ask.restype = ctypes.c_size_t
-            number = ask()
-            versions.add(f"{number // 10000}.{number // 100 % 100}.{number % 100}")
+        return " and ".join(sorted({version(ctypes.CDLL(path)) for path in copies(library)})) or None
     except (OSError, AttributeError):
         return None
-    return " and ".join(sorted(versions)) or None
 
 
 def loaded_versions() -> dict[str, str]:
-    """Versions of packages, and of CUDA's libraries as loaded in this process. Imports torch."""
+    """Versions of packages, and of CUDA's libraries as loaded in this process. Imports torch.
+
+    `cuda` is what torch was built for, `cuda_runtime` the runtime that is loaded. What is not loaded is left out.
+    """
     import torch
 
     versions: dict[str, str | None] = {
         **declared_versions(),
         "cuda": torch.version.cuda,
-        "cublas": _loaded_version("libcublasLt", "cublasLtGetVersion"),
-        "cudnn": _loaded_version("libcudnn", "cudnnGetVersion"),
+        **{name: _loaded_version(*how) for name, how in _LIBRARIES.items()},
     }
     return {name: str(version) for name, version in versions.items() if version}
 
 
-def _driver_facts(uuid: str) -> dict[str, Any]:
-    """Driver version and power limit by NVML, where it can be asked."""
-    try:
-        import pynvml
+_NVML_FACTS: dict[str, Query] = {
+    "driver": lambda nvml, gpu: nvml.nvmlSystemGetDriverVersion(),
+    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    **LIMITS,
+    "ecc": lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),  # as it is; [1] is after the next reboot
+    "mig": lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
+    "persistence": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
+}
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        return {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-        }
+
+def _nvml_facts(uuid: str) -> dict[str, Any]:
+    """What NVML tells of a GPU; None where it does not, with the reason under `nvml`."""
+    facts = dict.fromkeys(_NVML_FACTS)
+    try:
+        nvml, gpu = open_gpu(uuid)
     except Exception as error:  # NVML is missing, or a container forbids it; nothing depends on it
-        return {"driver": None, "power_limit_w": None, "nvml": f"{type(error).__name__}: {error}"}
+        return {**facts, "nvml": one_line(error)}
+    answers, failures = ask(_NVML_FACTS, nvml, gpu)
+    return {**facts, **answers, **({"nvml": together(failures)} if failures else {})}
 
 
 def gpu_facts() -> dict[str, Any] | None:
-    """The current GPU: name, uuid, compute capability, SMs, memory, driver, power limit. None without one."""
+    """The current GPU: name, uuid, compute capability, SMs, memory; by NVML driver, limits and modes. None without one.
+
+    Modes (`ecc`, `mig`, `persistence`) are on (True) or off. What NVML does not tell is None.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -120,15 +164,48 @@ def gpu_facts() -> dict[str, Any] | None:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        **_driver_facts(uuid),
+        **_nvml_facts(uuid),
     }
 
 
+def source_digest(root: Path = ROOT) -> str:
+    """First 16 hex digits of a SHA-256 over the sources that measure: shapes/, benches/ and the root conftest.py.
+
+    Neither line endings nor where the sources lie make a difference, nor do files other than Python's.
+    """
+    paths = [
+        root / "conftest.py",
+        *(path for folder in ("shapes", "benches") for path in (root / folder).rglob("*.py")),
+    ]
+    digest = hashlib.sha256()
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        digest.update(f"{name}\0{path.read_text(encoding='utf-8')}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+_EFFECTIVE = re.compile(
+    r"(NVTE_|CUBLAS|CUDA_|CUDNN|TORCH_|PYTORCH_"
+    r"|TORCHDYNAMO_|TORCHINDUCTOR_"  # TE compiles its fused element-wise functions with torch.compile
+    r"|(OMP|MKL)_NUM_THREADS$)"  # times on the CPU
+)
+# What an image holds, what something is built for, and which of a host's GPUs this is: its uuid says it better.
+_WITHOUT_EFFECT = re.compile(r".*(VERSION|_ARCH_LIST|_ARCHS|_BUILD(_\w+)?|VISIBLE_DEVICES)$")
+
+
+def _is_private(value: str) -> bool:
+    """Whether a value holds a path, the host's name or the user's: results files are published."""
+    names = {platform.node(), platform.node().split(".")[0], os.environ.get("USER"), os.environ.get("LOGNAME")}
+    named = "|".join(re.escape(name) for name in names if name)
+    return bool(re.search(rf"[/\\~]|(?<!\w)({named or '(?!)'})(?!\w)", value))
+
+
 def relevant_environment() -> dict[str, str]:
-    """Environment variables that change what runs; paths are left out, since they differ on every machine."""
-    prefixes = ("NVTE_", "CUBLAS", "CUDA_", "CUDNN", "TORCH_", "PYTORCH_")
+    """Environment variables that change what runs or how fast, except where the value is somebody's own.
+
+    Not NCCL's, since nothing communicates, nor NVIDIA_TF32_OVERRIDE, since no product of FP32 matrices is timed.
+    """
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(prefixes) and not value.startswith(os.sep)
+        if _EFFECTIVE.match(name) and not _WITHOUT_EFFECT.match(name) and not _is_private(value)
     }

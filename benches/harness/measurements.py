@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
 
+from benches.harness.evidence import Evidence, Part, check, collect, take_in_turn
 from benches.harness.stopwatch import REGIMES, CpuStopwatch, Figure, Limits, Stopwatch, Times
 from benches.harness.timeline import Timeline
 from benches.harness.workbench import Memo
 from shapes.backends.build import GemmSteps, build_layer
+from shapes.backends.executed import planned_gemms
 from shapes.cases import MODES, GemmCase, LayerCase
-from shapes.gemms import PASSES, LinearGroup
+from shapes.gemms import PASSES, LinearGroup, layer_linears
 from shapes.models import ModelConfig
 from shapes.program import Program
-from shapes.recipes import RECIPES
+from shapes.recipes import RECIPES, Recipe
+from shapes.stages import STAGES
 
 LAYER_SEGMENTS = {
     "forward": ("forward",),
@@ -23,12 +26,18 @@ LAYER_SEGMENTS = {
 }
 
 
+PAUSE_S = 0.5  # lets a GPU cool down, and its power limit forget
+MOST_PAUSES = 2
+
+
 class SharedMeasurement:
     """Something whose cases share measurements. `timeline` is the GPU's, or None on the CPU."""
 
+    key: str  # under which a results file keeps its evidence
+
     def __init__(self, timeline: Timeline | None, limits: Limits) -> None:
         self._timeline, self._limits = timeline, limits
-        self._times = Memo()
+        self._times, self._evidence = Memo(), Memo()
 
     def _key(self, case: Any) -> Hashable:
         """Cases with the same key come from one measurement."""
@@ -37,7 +46,11 @@ class SharedMeasurement:
     def _measure(self, case: Any) -> Times:
         raise NotImplementedError
 
-    def _segments(self, case: Any) -> tuple[str, ...]:
+    def _collect(self) -> Evidence:
+        """What the segments do. Raises EvidenceError where that is not what the cases say."""
+        raise NotImplementedError
+
+    def segments(self, case: Any) -> tuple[str, ...]:
         """The segments whose times add up to the case's."""
         raise NotImplementedError
 
@@ -50,8 +63,29 @@ class SharedMeasurement:
 
     def figure(self, case: Any, keep_trace: bool = False) -> Figure:
         """The case's time."""
-        times: Times = self._times.get(self._key(case), lambda: self._measure(case), keep_trace)
-        return times.figure(self._segments(case))
+        times: Times = self._times.get(self._key(case), lambda: self._measure_cool(case), keep_trace)
+        return times.figure(self.segments(case))
+
+    def evidence(self, keep_trace: bool = False) -> Evidence:
+        """What ran, for all cases; collected once."""
+        evidence: Evidence = self._evidence.get("all", self._collect, keep_trace)
+        return evidence
+
+    def _measure_cool(self, case: Any) -> Times:
+        """Measure with an eye on the GPU's state; rested times that were throttled are taken again after a pause."""
+        if not self._timeline:
+            return self._measure(case)
+        for pauses in range(MOST_PAUSES + 1):
+            self._timeline.begin_watch()
+            times = self._measure(case)
+            times.gpu_state = {**self._timeline.state(), "pauses": pauses}
+            reason = self._timeline.throttled(times.round_s) if case.regime == "rested" else None
+            if not reason:
+                return times
+            times.gpu_state["throttled"] = reason
+            if pauses < MOST_PAUSES:
+                self._timeline.rest(PAUSE_S)
+        return times
 
     def run_once(self, case: Any) -> None:
         """Run the case untimed, to its end."""
@@ -61,17 +95,28 @@ class SharedMeasurement:
 
 
 class LayerMeasurement(SharedMeasurement):
-    """One layer in one stage and recipe: the passes of a regime come from one measurement."""
+    """One layer in one stage, recipe and execution: the passes of a regime come from one measurement."""
 
     def __init__(
-        self, config: ModelConfig, stage: str, recipe: str, device: str, timeline: Timeline | None, limits: Limits
+        self,
+        config: ModelConfig,
+        stage: str,
+        recipe: str,
+        execution: str,
+        device: str,
+        timeline: Timeline | None,
+        limits: Limits,
     ) -> None:
         super().__init__(timeline, limits)
-        self._step = build_layer(config, stage, RECIPES[recipe], device).program()
+        self.key = "/".join(("layer", config.name, stage, recipe, execution))
+        self.step = build_layer(config, stage, RECIPES[recipe], device, execution=execution)
+        self.group, self._recipe = layer_linears(config), RECIPES[recipe]
+        self._emulated = self._recipe.quantized and STAGES[stage].backend == "torch"
+        self._program_of_step = self.step.program()
 
     @cached_property
     def _step_watch(self) -> Stopwatch | CpuStopwatch:
-        return self._watch(self._step)
+        return self._watch(self._program_of_step)
 
     def _key(self, case: LayerCase) -> Hashable:
         return case.regime
@@ -79,11 +124,27 @@ class LayerMeasurement(SharedMeasurement):
     def _measure(self, case: LayerCase) -> Times:
         return self._step_watch.time(REGIMES[case.regime], list(LAYER_SEGMENTS.values()), self._limits)
 
-    def _segments(self, case: LayerCase) -> tuple[str, ...]:
+    def _collect(self) -> Evidence:
+        gemms = planned_gemms(self.group.gemms(), _operands(self._recipe, self._emulated))
+        planned = {
+            "forward": [gemm for gemm in gemms if gemm.pass_name == "fprop"],
+            "backward": [gemm for gemm in gemms if gemm.pass_name != "fprop"],
+        }
+        evidence = collect(self._program_of_step, self.step.recorder, self._timeline, self.step.watch_attention)
+        if self.step.captured:
+            counts = {name: len(part) for name, part in planned.items()}
+            for name, part in take_in_turn(self.step.captured.gemms, counts).items():
+                evidence.parts[name] = Part(part, evidence.parts[name].kernels)
+            evidence.attention = self.step.captured.attention
+        evidence.parameter_bytes, evidence.output_bytes = self.step.parameter_bytes, self.step.output_bytes
+        check(evidence, planned, self._recipe.id)
+        return evidence
+
+    def segments(self, case: LayerCase) -> tuple[str, ...]:
         return LAYER_SEGMENTS[case.pass_name]
 
     def _program(self, case: LayerCase) -> Program:
-        return self._step  # the whole step: there is no backward pass without a forward pass
+        return self._program_of_step  # the whole step: there is no backward pass without a forward pass
 
 
 class GemmMeasurement(SharedMeasurement):
@@ -91,7 +152,10 @@ class GemmMeasurement(SharedMeasurement):
 
     def __init__(self, group: LinearGroup, recipe: str, device: str, timeline: Timeline | None, limits: Limits) -> None:
         super().__init__(timeline, limits)
-        self._steps = GemmSteps(group, RECIPES[recipe], device)
+        self.key = "/".join(("gemm", group.name, recipe))
+        self.group, self._recipe = group, RECIPES[recipe]
+        self._emulated = self._recipe.quantized and device == "cpu"
+        self.steps = GemmSteps(group, self._recipe, device)
         self._linears = [linear.name for linear in group.linears]
 
     def _key(self, case: GemmCase) -> Hashable:
@@ -99,18 +163,30 @@ class GemmMeasurement(SharedMeasurement):
 
     def _measure(self, case: GemmCase) -> Times:
         if case.regime == "in_layer":
-            program, linears, passes = self._steps.in_layer(), self._linears, list(PASSES)
+            program, linears, passes = self.steps.in_layer(), self._linears, list(PASSES)
         else:
             program, linears, passes = self._program(case), [case.linear], [case.pass_name]
         figures = [self._pieces(linear, name, mode) for linear in linears for name in passes for mode in MODES]
         return self._watch(program).time(REGIMES[case.regime], figures, self._limits)
 
+    def _collect(self) -> Evidence:
+        operands = _operands(self._recipe, self._emulated)
+        planned = {f"{gemm.linear}/{gemm.pass_name}": planned_gemms([gemm], operands) for gemm in self.group.gemms()}
+        evidence = collect(self.steps.in_layer(), self.steps.recorder, self._timeline)
+        check(evidence, planned, self._recipe.id)
+        return evidence
+
     def _pieces(self, linear: str, pass_name: str, mode: str) -> tuple[str, ...]:
-        pieces = self._steps.pieces(pass_name) if mode == "autocast" else (pass_name,)
+        pieces = self.steps.pieces(pass_name) if mode == "autocast" else (pass_name,)
         return tuple(f"{linear}/{piece}" for piece in pieces)
 
-    def _segments(self, case: GemmCase) -> tuple[str, ...]:
+    def segments(self, case: GemmCase) -> tuple[str, ...]:
         return self._pieces(case.linear, case.pass_name, case.mode)
 
     def _program(self, case: GemmCase) -> Program:
-        return self._steps.alone(case.linear, case.pass_name)
+        return self.steps.alone(case.linear, case.pass_name)
+
+
+def _operands(recipe: Recipe, emulated: bool) -> Callable[[str], tuple[object, ...]]:
+    """Formats of a pass's operands; emulated ones are multiplied in float32."""
+    return (lambda _: ("fp32", "fp32")) if emulated else recipe.gemm_operands

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +15,7 @@ from benches.harness import device as devices
 from benches.harness.medians import median
 from benches.harness.replay import REPLAY
 from benches.harness.safety import end_in_order, save_elsewhere, undisturbed
-from benches.harness.stash import RESULTS, SELECTION
+from benches.harness.stash import RESULTS, SELECTION, spending
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
 from benches.report.analysis import SCHEMA, analyse
@@ -55,8 +56,10 @@ def case_of(item: pytest.Item) -> LayerCase | GemmCase | None:
 # --- results ---------------------------------------------------------------------------------------------------
 
 
-def extra_info(case: LayerCase | GemmCase, figure: Figure, selection: Selection) -> dict[str, Any]:
-    """What a results file says of a case besides pytest-benchmark's statistics; seconds."""
+def extra_info(
+    case: LayerCase | GemmCase, figure: Figure, evidence: dict[str, Any], selection: Selection
+) -> dict[str, Any]:
+    """What a results file says of a case besides pytest-benchmark's statistics; seconds, bytes."""
     info: dict[str, Any] = {"case": case.id, "kind": case.kind, **dict(zip(case.axes, case.values, strict=True))}
     info |= {
         "interval_s": figure.interval_s,
@@ -64,6 +67,8 @@ def extra_info(case: LayerCase | GemmCase, figure: Figure, selection: Selection)
         "host_min_s": min(figure.host_s) if figure.host_s else None,
         "host_median_s": median(figure.host_s) if figure.host_s else None,
         "launch_bound": figure.launch_bound,
+        "gpu_state": figure.gpu_state or {"absent": "only on a GPU"},
+        **evidence,
     }
     if isinstance(case, GemmCase):
         linear = next(linear for linear in selection.groups[case.model].linears if linear.name == case.linear)
@@ -80,9 +85,13 @@ def _suite_info(config: pytest.Config) -> dict[str, Any]:
         models[selection.shapes.name] = {"num_hidden_layers": 1, "tokens": None}
     return {
         "schema": SCHEMA,
+        "sources": devices.source_digest(),  # not in machine_info, of which pytest-benchmark prints each change
         "device": selection.device,
         "models": models,
         "not_measured": results["not_measured"],
+        "evidence": results["evidence"],
+        "controls": results["controls"],
+        "spent_s": {**results["spent_s"], "all": time.perf_counter() - results["began_s"]},
         "not_run": max(0, results["selected"] - len(results["benchmarks"]) - len(results["not_measured"])),
     }
 
@@ -137,19 +146,24 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], None]:
-    """measure(source): the test's case, measured by `source` and recorded; run once where benchmarks are disabled."""
+    """measure(source): the test's case, checked and measured by `source` and recorded; run once where disabled."""
     case, config = case_of(request.node), request.config
     assert case is not None, "a test that measures has all parameters of a kind of case"
 
     def run(source: Any) -> None:
         keep_trace = keeps_traces(config)
+        with spending(config, "evidence"):  # before any time: what ran must be what the case says
+            evidence = source.evidence(keep_trace)
         if benchmark.disabled:
             benchmark.pedantic(lambda: attempt(lambda: source.run_once(case), keep_trace))
             config.stash[RESULTS]["selected"] -= 1  # it ran, and is to have no time
             return
-        figure = source.figure(case, keep_trace)
+        with spending(config, "measuring"):
+            figure = source.figure(case, keep_trace)
+        config.stash[RESULTS]["evidence"].setdefault(source.key, evidence.as_dict())
+        proof = {"evidence": source.key, **evidence.summary(source.segments(case))}
         benchmark.group = case.group
-        benchmark.extra_info.update(extra_info(case, figure, config.stash[SELECTION]))
+        benchmark.extra_info.update(extra_info(case, figure, proof, config.stash[SELECTION]))
         REPLAY.play(benchmark, figure.samples_s)
         config.stash[RESULTS]["benchmarks"].append(benchmark.stats.as_dict(include_data=False))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from benches.harness.medians import is_precise, median, median_interval
 from benches.harness.timeline import Mark, Timeline
@@ -32,7 +33,8 @@ class Regime:
     A batch holds as many rounds as fit into `busy_s` of device time, at least one. Before it the device rests for
     `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Without a rest, and with a host fast
     enough, there are no batches but one unbroken stream; a launch-bound program cannot run back to back, in training
-    neither. Rounds of the first `settle_s` seconds are not counted. With `cold_cache` each segment finds an empty L2.
+    neither. Rounds of the first `settle_s` seconds are not counted, or of WAKING_S where there are gaps. With
+    `cold_cache` each segment finds an empty L2.
     """
 
     busy_s: float
@@ -42,15 +44,17 @@ class Regime:
     cold_cache: bool = False
 
 
+# A GPU that had nothing to do for seconds is up to 15 % slower for its first 60 ms of work with gaps in it.
+WAKING_S = 0.15
+
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
 # 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: its rounds then
-# differ by 0.1 %, against 0.5 % after resting as long as it ran. A GPU that had nothing to do for seconds is up to
-# 15 % slower for its first 60 ms of such work, which the settling leaves out.
+# differ by 0.1 %, against 0.5 % after resting as long as it ran.
 # Back to back: an H200's power control swings with a period of about a second (0.6 s at one speed, 0.4 s up to 10 %
 # slower), beginning anew with each pause. The first swing is left out, and a second of measuring covers one.
 _BACK_TO_BACK = Regime(busy_s=0.25, settle_s=1.2)
 REGIMES = {
-    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=2.0, settle_s=0.15, cold_cache=True),
+    "rested": Regime(busy_s=0.0006, rest_s=0.006, rest_ratio=2.0, settle_s=WAKING_S, cold_cache=True),
     "sustained": _BACK_TO_BACK,
     "in_layer": _BACK_TO_BACK,
 }
@@ -76,6 +80,7 @@ class Figure:
     samples_s: list[float]
     host_s: list[float]
     precise: bool
+    gpu_state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
@@ -95,12 +100,19 @@ class Times:
     limits: Limits
     device_s: dict[str, list[float]] = field(default_factory=dict)
     host_s: dict[str, list[float]] = field(default_factory=dict)
+    gpu_state: dict[str, Any] = field(default_factory=dict)  # while it was measured
+
+    @property
+    def round_s(self) -> float:
+        """Device time of a whole round: the sum of the segments' medians."""
+        return sum(median(samples) for samples in self.device_s.values())
 
     def figure(self, segments: Sequence[str]) -> Figure:
         """The time of these segments together."""
         samples = [sum(parts) for parts in zip(*(self.device_s[name] for name in segments), strict=True)]
         host = [sum(parts) for parts in zip(*(self.host_s[name] for name in segments if self.host_s), strict=True)]
-        return Figure(samples, host, is_precise(samples, self.limits.precision, self.limits.confidence))
+        precise = is_precise(samples, self.limits.precision, self.limits.confidence)
+        return Figure(samples, host, precise, self.gpu_state)
 
     def add(self, rounds: Sequence[dict[str, float]]) -> None:
         """Append rounds."""
@@ -150,7 +162,8 @@ class HostTooSlowError(RuntimeError):
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Python collects no cycles in here."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -170,7 +183,7 @@ class Stopwatch:
             program.run_once()
             timeline.synchronize()
         self.host_s: dict[str, list[float]] = {segment.name: [] for segment in program.segments}
-        with _no_garbage_collection():
+        with no_garbage_collection():
             self.host_round_s = median([self._host_round() for _ in range(HOST_ROUNDS)])
         self.device_round_s = self._device_round()
 
@@ -234,6 +247,7 @@ class Stopwatch:
         self.timeline.synchronize()
         self.timeline.spin(self._spin_seconds(rounds))
         marked = [spans for _ in range(rounds) if (spans := self._enqueue_round(cold_cache))]
+        self.timeline.glance()  # the device is busy, and the host has nothing else to do
         self.timeline.synchronize()
         if len(marked) < rounds:
             self.margin = min(MOST_MARGIN, self.margin * 1.5)
@@ -249,6 +263,7 @@ class Stopwatch:
             queue.append((self._enqueue_round(), self.timeline.mark()))
             if len(queue) == ahead:
                 spans, end = queue.popleft()
+                self.timeline.glance()
                 end.wait()
                 yield [self._seconds(spans)] if spans else []
 
@@ -273,12 +288,13 @@ class Stopwatch:
             self.timeline.rest(rest_s)
             return self._batch(rounds, regime.cold_cache)
 
+        settle_s = min(regime.settle_s, WAKING_S)
         if not rest_s and self.host_round_s < FAST_HOST * self.device_round_s:
             stream = self._stream()
-            batch = partial(next, stream)
+            batch, settle_s = partial(next, stream), regime.settle_s
 
-        with _no_garbage_collection():
-            settled = self.timeline.now() + regime.settle_s
+        with no_garbage_collection():
+            settled = self.timeline.now() + settle_s
             while self.timeline.now() < settled:
                 batch()
             _collect(times, figures, self.timeline.now, batch)
@@ -308,6 +324,6 @@ class CpuStopwatch:
         """Rounds until all figures are precise or time is up."""
         del regime
         times = Times(limits)
-        with _no_garbage_collection():
+        with no_garbage_collection():
             _collect(times, figures, time.perf_counter, lambda: [self._round()])
         return times

@@ -1,9 +1,16 @@
-"""A device's clock: marks on its stream, and the means to keep a queue full, a cache cold and a chip rested."""
+"""A device as the stopwatch and the evidence need it: marks on its stream, its memory, its kernels, its state."""
 
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from benches.harness.gpu_state import GpuWatch, throttled
+
+SPIN_KERNEL = "spin_kernel"  # of torch.cuda._sleep, in its kernel's name
+SHORT_ROUND_S = 0.005  # a step that takes longer meets the power limit by itself, however long the GPU rested
 
 
 class Mark(Protocol):
@@ -40,6 +47,37 @@ class Timeline(Protocol):
     def flush_cache(self) -> None:
         """Enqueue the eviction of all cached data."""
 
+    def glance(self) -> None:
+        """Look at the device's clocks and power, while it is busy with what was enqueued."""
+
+    def begin_watch(self) -> None:
+        """Forget what was seen at earlier glances."""
+
+    def state(self) -> dict[str, Any]:
+        """What was seen at the glances since `begin_watch`: see gpu_state.GpuWatch.report."""
+
+    def throttled(self, round_s: float) -> str | None:
+        """Why times since `begin_watch` should be taken again after a pause; `round_s` is what a round takes."""
+
+    def allocated_bytes(self) -> int:
+        """Memory that is in use."""
+
+    def peak_bytes(self) -> int:
+        """The most memory that was in use since the latest `forget_peak`."""
+
+    def forget_peak(self) -> None:
+        """Have the peak begin anew at what is in use."""
+
+    def trace(self, actions: Sequence[Callable[[], object]]) -> list[list[tuple[str, float]]]:
+        """Run actions and return, for each, name and seconds of every kernel, copy and memset, in order.
+
+        Raises TraceError where that cannot be seen.
+        """
+
+
+class TraceError(RuntimeError):
+    """What ran on the device cannot be seen."""
+
 
 class CudaMark:
     """A CUDA event."""
@@ -69,6 +107,7 @@ class CudaTimeline:
         size = 2 * (getattr(properties, "L2_cache_size", 0) or 60_000_000)
         self._evictor = torch.empty(size, dtype=torch.uint8, device="cuda")
         self._cycles_per_s = self._calibrate_spin()
+        self._watch = GpuWatch(str(getattr(properties, "uuid", "")))
 
     def _calibrate_spin(self) -> float:
         """The rate of the spin kernel's counter, so that a spin lasts as long as it is asked to."""
@@ -105,3 +144,72 @@ class CudaTimeline:
 
     def flush_cache(self) -> None:
         self._evictor.zero_()
+
+    def glance(self) -> None:
+        self._watch.glance()
+
+    def begin_watch(self) -> None:
+        self._watch.begin()
+
+    def state(self) -> dict[str, Any]:
+        return self._watch.report()
+
+    def throttled(self, round_s: float) -> str | None:
+        return throttled(self._watch.report(), self._watch.max_sm_clock_mhz, short=round_s < SHORT_ROUND_S)
+
+    def allocated_bytes(self) -> int:
+        return int(self._cuda.memory_allocated())
+
+    def peak_bytes(self) -> int:
+        return int(self._cuda.max_memory_allocated())
+
+    def forget_peak(self) -> None:
+        self._cuda.reset_peak_memory_stats()
+
+    def trace(self, actions: Sequence[Callable[[], object]]) -> list[list[tuple[str, float]]]:
+        def run() -> None:
+            for action in actions:
+                self.spin(0.0)  # its kernel tells where an action begins
+                action()
+                self.synchronize()
+
+        parts = split_at_spins(self.kernels(run))
+        if len(parts) != len(actions):
+            lost = "lost kernels" if parts else "saw no kernels: CUPTI may be missing or forbidden here"
+            raise TraceError(f"torch.profiler {lost}")
+        return parts
+
+    def kernels(self, action: Callable[[], object]) -> list[tuple[str, float]]:
+        """Run an action and return name and seconds of all its kernels, copies and memsets, in order.
+
+        Raises TraceError where they cannot be seen.
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        self.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of cycles, of which there is one
+            try:
+                profiler = profile(activities=[ProfilerActivity.CUDA])
+                profiler.start()
+            except (RuntimeError, AssertionError) as error:
+                raise TraceError(f"torch.profiler: {error}") from None
+            try:
+                action()
+                self.synchronize()
+            finally:
+                profiler.stop()
+            events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+        events.sort(key=lambda event: event.time_range.start)
+        return [(str(event.name), event.device_time * 1e-6) for event in events]
+
+
+def split_at_spins(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """Kernels between one spin and the next; those before the first are left out."""
+    parts: list[list[tuple[str, float]]] = []
+    for name, seconds in kernels:
+        if SPIN_KERNEL in name:
+            parts.append([])
+        elif parts:
+            parts[-1].append((name, seconds))
+    return parts

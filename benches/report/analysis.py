@@ -5,6 +5,7 @@ Pure functions of the parsed JSON. A value that cannot be known, because a case 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,13 @@ from shapes.cases import LAYER_PASSES, MODES, GemmCase, LayerCase
 from shapes.gemms import PASSES, Gemm, LinearGroup, layer_linears, parse_shapes
 from shapes.models import ModelConfig
 from shapes.recipes import RECIPES
-from shapes.stages import STAGES
+from shapes.stages import EXECUTIONS, STAGES
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had neither executions of layers nor evidence
 USAGE_ERROR = 4  # pytest's exit code for one
 MALFORMED = (AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)  # from JSON of another shape
 REFERENCE_RECIPE = "bf16"
+EAGER = "eager"
 REFERENCE_STAGES = ("torch", "torch_sdpa")
 # Training runs back to back, so that regime is preferred. A table is of one regime only.
 PREFERRED_LAYER_REGIMES = ("sustained", "rested")
@@ -29,6 +31,7 @@ REGIMES = tuple(dict.fromkeys((*PREFERRED_LAYER_REGIMES, *PREFERRED_GEMM_REGIMES
 KNOWN = {
     "stage": tuple(STAGES),
     "recipe": tuple(RECIPES),
+    "execution": tuple(EXECUTIONS),
     "regime": REGIMES,
     "mode": MODES,
     "pass_name": (*LAYER_PASSES, *PASSES),
@@ -39,8 +42,22 @@ Seconds = dict[str, "float | None"]
 
 
 @dataclass(frozen=True)
+class Proof:
+    """What an untimed round of a case did. None where it could not be seen.
+
+    `launches` counts kernels, copies and memsets; `category_s` are their seconds by harness.kernels.CATEGORIES. The
+    peak and what is saved for the backward pass are in bytes.
+    """
+
+    launches: int | None = None
+    category_s: Mapping[str, float] | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Measurement(Generic[Case]):
-    """The time of one case. `gemm` is the shape that ran, None for a layer."""
+    """The time of one case. `gemm` is the shape that ran, None for a layer; `throttled` says why it may be too long."""
 
     case: Case
     median_s: float
@@ -48,6 +65,9 @@ class Measurement(Generic[Case]):
     stopped: str
     launch_bound: bool
     gemm: Gemm | None
+    host_s: float | None = None
+    proof: Proof = Proof()
+    throttled: str | None = None
 
     @property
     def uncertainty(self) -> float | None:
@@ -60,14 +80,25 @@ class Measurement(Generic[Case]):
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One stage in one recipe: seconds per pass, speedups of forward_backward over the bf16 reference stages."""
+    """One stage in one recipe: seconds per pass, speedups of forward_backward over the bf16 reference stages.
+
+    `host_s` is what launching forward_backward takes the host, `proof` what it ran.
+    """
 
     stage: str
     recipe: str
+    execution: str
     seconds: Seconds
     speedups: dict[str, float | None]
     launch_bound: frozenset[str]  # passes
     uncertainty: float | None  # of forward_backward: half the 95 % interval of its median, relative
+    host_s: float | None = None
+    proof: Proof = Proof()
+
+    @property
+    def label(self) -> str:
+        """The recipe, and how it was executed where that is not eager."""
+        return self.recipe if self.execution == EAGER else f"{self.recipe} {self.execution}"
 
 
 @dataclass(frozen=True)
@@ -172,6 +203,9 @@ class Notes:
 
     imprecise: tuple[tuple[str, float | None], ...]  # stopped at the time limit: case, uncertainty of its median
     launch_bound: tuple[str, ...]
+    throttled: dict[str, tuple[str, ...]]  # reason -> cases
+    unknown_kernels: tuple[str, ...]  # names of category other, the longest first
+    unseen_kernels: dict[str, int]  # reason -> how many layers or groups of GEMMs
     failed: dict[str, tuple[str, ...]]  # reason -> cases
     skipped: dict[str, int]  # reason -> how many cases
 
@@ -185,6 +219,7 @@ class Analysis:
     versions: dict[str, str]
     measured: int
     not_run: int  # selected, and the run ended before them
+    spent_s: dict[str, float]  # seconds of the run by what they went into, and `all`
     models: tuple[ModelReport, ...]
     notes: Notes
 
@@ -223,8 +258,9 @@ def analyse(results: Mapping[str, Any], regime: str | None = None) -> Analysis:
         versions={name: str(version) for name, version in versions.items() if version},
         measured=len(layers) + len(gemms),
         not_run=int(suite.get("not_run") or 0),
+        spent_s={name: float(seconds) for name, seconds in (suite.get("spent_s") or {}).items()},
         models=tuple(_model_report(name, models[name], layers, gemms, not_measured) for name in models),
-        notes=_notes([*layers.values(), *gemms.values()], not_measured),
+        notes=_notes([*layers.values(), *gemms.values()], not_measured, suite.get("evidence") or {}),
     )
 
 
@@ -288,6 +324,9 @@ def _measurement(kind: type[Case], extra: Mapping[str, Any], stats: Mapping[str,
         stopped=extra.get("stopped") or "",
         launch_bound=bool(extra.get("launch_bound")),
         gemm=gemm,
+        host_s=extra.get("host_median_s"),
+        proof=Proof(**{field.name: extra.get(field.name) for field in fields(Proof)}),
+        throttled=(extra.get("gpu_state") or {}).get("throttled"),
     )
 
 
@@ -327,21 +366,33 @@ def _layer_table(measured: Mapping[LayerCase, Measurement[LayerCase]]) -> LayerT
         return None
     model = next(iter(measured)).model
 
-    def seconds(stage: str, recipe: str) -> Seconds:
-        cases = {name: LayerCase(model, stage, recipe, regime, name) for name in LAYER_PASSES}
-        return {name: measured[case].median_s if case in measured else None for name, case in cases.items()}
+    def find(stage: str, recipe: str, execution: str, name: str) -> Measurement[LayerCase] | None:
+        return measured.get(LayerCase(model, stage, recipe, execution, regime, name))
 
-    references = {stage: seconds(stage, REFERENCE_RECIPE)["forward_backward"] for stage in REFERENCE_STAGES}
-    slow_launches = {case for case, found in measured.items() if found.launch_bound and case.regime == regime}
+    whole = {stage: find(stage, REFERENCE_RECIPE, EAGER, "forward_backward") for stage in REFERENCE_STAGES}
+    references = {stage: found.median_s if found else None for stage, found in whole.items()}
+    there = {(case.stage, case.recipe, case.execution) for case in measured}
     rows = []
-    for stage in _in_order(STAGES, {case.stage for case in measured}):
-        for recipe in _in_order(RECIPES, {case.recipe for case in measured if case.stage == stage}):
-            times = seconds(stage, recipe)
-            speedups = {name: ratio(time, times["forward_backward"]) for name, time in references.items()}
-            slow = {case.pass_name for case in slow_launches if (case.stage, case.recipe) == (stage, recipe)}
-            whole = measured.get(LayerCase(model, stage, recipe, regime, "forward_backward"))
-            rows.append(LayerRow(stage, recipe, times, speedups, frozenset(slow), whole.uncertainty if whole else None))
+    for key in itertools.product(STAGES, RECIPES, EXECUTIONS):
+        if key in there:
+            rows.append(_layer_row(key, {name: find(*key, name) for name in LAYER_PASSES}, references))
     return LayerTable(regime, tuple(rows))
+
+
+def _layer_row(
+    key: tuple[str, str, str], passes: Mapping[str, Measurement[LayerCase] | None], references: Seconds
+) -> LayerRow:
+    whole = passes["forward_backward"]
+    times = {name: found.median_s if found else None for name, found in passes.items()}
+    return LayerRow(
+        *key,
+        seconds=times,
+        speedups={stage: ratio(time, times["forward_backward"]) for stage, time in references.items()},
+        launch_bound=frozenset(name for name, found in passes.items() if found and found.launch_bound),
+        uncertainty=whole.uncertainty if whole else None,
+        host_s=whole.host_s if whole else None,
+        proof=whole.proof if whole else Proof(),
+    )
 
 
 def _given_shapes(name: str, measured: Iterable[GemmCase], not_measured: Sequence[Mapping[str, Any]]) -> LinearGroup:
@@ -392,18 +443,41 @@ def _split(gemms: Mapping[str, GemmTable], recipe: str) -> GemmSplit | None:
     return GemmSplit(recipe, mode, pass_s, quantization_s)
 
 
-def _notes(measured: Sequence[Measurement[Any]], not_measured: Sequence[Mapping[str, Any]]) -> Notes:
+def _notes(
+    measured: Sequence[Measurement[Any]],
+    not_measured: Sequence[Mapping[str, Any]],
+    evidence: Mapping[str, Mapping[str, Any]],
+) -> Notes:
     imprecise = [(found.case.id, found.uncertainty) for found in measured if found.stopped == "max_time"]
-    failed: dict[str, tuple[str, ...]] = {}
-    for lost in _with_outcome("failed", not_measured):
-        reason = _reason(lost)
-        failed[reason] = (*failed.get(reason, ()), str(lost.get("case")))
+    failed = _by_reason((_reason(lost), str(lost.get("case"))) for lost in _with_outcome("failed", not_measured))
     return Notes(
         imprecise=tuple(sorted(imprecise, key=lambda one: -math.inf if one[1] is None else -one[1])),
         launch_bound=tuple(found.case.id for found in measured if found.launch_bound),
+        throttled=_by_reason((found.throttled, found.case.id) for found in measured if found.throttled),
+        unknown_kernels=_unknown_kernels(evidence),
+        unseen_kernels=dict(
+            Counter(one["kernels_absent"] for one in evidence.values() if one.get("kernels_absent")).most_common()
+        ),
         failed=failed,
         skipped=dict(Counter(map(_reason, _with_outcome("skipped", not_measured))).most_common()),
     )
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    cases: dict[str, tuple[str, ...]] = {}
+    for reason, case in pairs:
+        cases[reason] = (*cases.get(reason, ()), case)
+    return cases
+
+
+def _unknown_kernels(evidence: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    seconds: Counter[str] = Counter()
+    for found in evidence.values():
+        for part in found["segments"].values():
+            for use in part["kernels"] or ():
+                if use["category"] == "other":
+                    seconds[use["name"]] += use["device_s"]
+    return tuple(name for name, _ in seconds.most_common())
 
 
 def _with_outcome(outcome: str, not_measured: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

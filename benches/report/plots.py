@@ -88,7 +88,7 @@ def _draw_layers(axes: Axes, table: LayerTable) -> None:
     position, ticks, drawn = 0.0, {}, {}
     for index, row in enumerate(table.rows):
         position += 1.0 if not index or table.rows[index - 1].stage == row.stage else 1.5
-        ticks[position] = f"{row.stage}  {row.recipe}"
+        ticks[position] = f"{row.stage}  {row.label}"
         end = 0.0
         for name, time in _layer_parts(row).items():
             drawn[name] = axes.barh(position, time * UNITS[unit], 0.8, left=end, color=LAYER_COLORS[name])

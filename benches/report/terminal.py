@@ -28,11 +28,20 @@ MODE_MEANING = {
     "autocast": "GEMMs with the quantizations done for them",
     "prequantized": "GEMMs alone, operands quantized beforehand",
 }
+WORK = {  # columns of the table of what a step runs: names of harness.kernels.CATEGORIES
+    "GEMM": ("gemm_fp8", "gemm_fp4", "gemm_bf16", "gemm_other"),
+    "quant": ("quantize",),
+    "attn": ("attention",),
+    "norm": ("norm",),
+    "act": ("activation",),
+    "rest": ("elementwise", "copy", "memset", "other"),
+}
 UNITS = {"us": 1e6, "ms": 1e3}  # per second
 DASH = "-"
 MARK = "*"  # launch-bound
 TIME_DIGITS = 4  # a rested median is known to about 0.25 %; the column +- says how well a layer's is
 RATIO_DIGITS = 3
+FEW = 4  # names that a sentence lists
 NARROW = 90  # below it, columns of a table stand one blank apart instead of two
 
 
@@ -126,6 +135,7 @@ def render(analysis: Analysis, width: int | None = None, color: bool = False) ->
         blocks.append(_model_heading(model, page))
         if model.layers:
             blocks.append(_layer_table(model.layers, page))
+            blocks += _proof_tables(model.layers, page)
         for mode in (mode for mode in MODES if mode in model.gemms):
             blocks += _gemm_tables(model, model.gemms[mode], page)
     blocks += _notes(analysis, page)
@@ -138,7 +148,10 @@ def _heading(analysis: Analysis, page: Page) -> str:
     if analysis.not_run:
         counts["not run"] = analysis.not_run
     summary = "Cases: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    return f"{page.wrap(device_line(analysis))}\n{summary}"
+    spent = dict(analysis.spent_s)
+    if whole := spent.pop("all", None):
+        summary += f". {whole:.0f} s: " + ", ".join(f"{seconds:.0f} {what}" for what, seconds in spent.items())
+    return f"{page.wrap(device_line(analysis))}\n{page.wrap(summary)}"
 
 
 def _model_heading(model: ModelReport, page: Page) -> str:
@@ -157,7 +170,7 @@ def _layer_table(table: LayerTable, page: Page) -> str:
             for name in LAYER_PASSES
         ]
         speedups = [Cell(times(row.speedups[stage])) for stage in REFERENCE_STAGES]
-        lines.append(Line((row.stage, row.recipe), (*passes, Cell(percent(row.uncertainty)), *speedups)))
+        lines.append(Line((row.stage, row.label), (*passes, Cell(percent(row.uncertainty)), *speedups)))
         if row.stage != (table.rows[index - 1].stage if index else row.stage):
             ends.add(index - 1)
     headers = [
@@ -172,6 +185,34 @@ def _layer_table(table: LayerTable, page: Page) -> str:
         f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages."
     )
     return _table(title, headers, lines, ends, page)
+
+
+def _proof_tables(table: LayerTable, page: Page) -> list[str]:
+    """What the layer's steps ran, unless nothing could be seen of it."""
+    seen = [row for row in table.rows if row.proof.category_s]
+    if not seen:
+        return []
+    longest_s = max(sum((row.proof.category_s or {}).values()) for row in seen)
+    unit = "ms" if longest_s >= 0.01 else "us"  # of short steps most parts are far below a millisecond
+    lines = []
+    for row in seen:
+        proof, category_s = row.proof, row.proof.category_s or {}
+        parts = [sum(category_s.get(name, 0.0) for name in names) for names in WORK.values()]
+        times = [Cell(significant(seconds * UNITS[unit], RATIO_DIGITS) if seconds else DASH) for seconds in parts]
+        sizes = [Cell(significant(_scaled_gib(size), RATIO_DIGITS)) for size in (proof.peak_bytes, proof.saved_bytes)]
+        host = Cell(significant(_scaled(row.host_s, unit), RATIO_DIGITS), "forward_backward" in row.launch_bound)
+        lines.append(Line((row.stage, row.label), (*times, host, Cell(str(proof.launches)), *sizes)))
+    headers = ["stage", "recipe", *(f"{name}~{unit}" for name in WORK), f"host~{unit}", "launch~es", "peak~GiB"]
+    title = (
+        f"What forward_backward runs: {unit} of kernels by kind in one untimed step, host time, launches, memory above "
+        "what rests, and what forward saves for backward."
+    )
+    ends = {index for index, row in enumerate(seen[:-1]) if row.stage != seen[index + 1].stage}
+    return [_table(title, [*headers, "saved~GiB"], lines, ends, page)]
+
+
+def _scaled_gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30
 
 
 def _gemm_tables(model: ModelReport, table: GemmTable, page: Page) -> list[str]:
@@ -328,6 +369,15 @@ def _notes(analysis: Analysis, page: Page) -> list[str]:
             f"{len(notes.imprecise)} of {analysis.measured} cases ran into the time limit before the 95 % interval of "
             f"their median was as narrow as asked. Worst: {worst}."
         )
+    for reason, cases in notes.throttled.items():
+        paragraphs.append("\n".join([f"{len(cases)} throttled: {reason}", *(f"  {case}" for case in cases)]))
+    if notes.unknown_kernels:
+        shown = ", ".join(notes.unknown_kernels[:FEW])
+        more = f", and {len(notes.unknown_kernels) - FEW} more" if len(notes.unknown_kernels) > FEW else ""
+        paragraphs.append(f"{len(notes.unknown_kernels)} kernels of no known kind, counted as rest: {shown}{more}.")
+    for reason, count in notes.unseen_kernels.items():
+        if analysis.device != "cpu":
+            paragraphs.append(f"{count} layers and groups of GEMMs without a list of kernels: {reason}")
     for reason, cases in notes.failed.items():
         paragraphs.append("\n".join([f"{len(cases)} failed: {reason}", *(f"  {case}" for case in cases)]))
     if notes.skipped:

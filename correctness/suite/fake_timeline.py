@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from benches.harness.timeline import TraceError
 from shapes.program import Program, Segment
 
 TICK = 2.0**-20  # seconds: about a microsecond
@@ -77,6 +79,12 @@ class FakeTimeline:
     host_s: float = 0.0
     end_s: float = 0.0  # when the device will have done everything
     log: list[str] = field(default_factory=list)
+    glances: int = 0
+    throttle_reasons: list[str | None] = field(default_factory=list)  # of one measurement after the other
+    allocated: int = 0
+    peak: int = 0
+    launched: list[tuple[str, float]] = field(default_factory=list)
+    blind: str = ""  # why a trace cannot be had
     _busy: deque[tuple[float, float]] = field(default_factory=deque)
     _pending: list[float] = field(default_factory=list)
     _is_cold: bool = False
@@ -111,7 +119,51 @@ class FakeTimeline:
         self._is_cold = True
         self.log.append("flush")
 
+    # What the evidence uses.
+
+    def glance(self) -> None:
+        self.glances += 1
+
+    def begin_watch(self) -> None:
+        self.glances = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"samples": self.glances}
+
+    def throttled(self, round_s: float) -> str | None:
+        return self.throttle_reasons.pop(0) if self.throttle_reasons else None
+
+    def allocated_bytes(self) -> int:
+        return self.allocated
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+    def forget_peak(self) -> None:
+        self.peak = self.allocated
+
+    def trace(self, actions: Sequence[Callable[[], object]]) -> list[list[tuple[str, float]]]:
+        traces = []
+        for action in actions:
+            self.launched.clear()
+            action()
+            self.synchronize()
+            traces.append(list(self.launched))
+        if self.blind:
+            raise TraceError(self.blind)
+        return traces
+
     # What programs use.
+
+    def allocate(self, size: int) -> None:
+        """Take memory, or give it back where the size is negative."""
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def launch(self, kernel: str, device_s: float) -> None:
+        """Work that a trace shows by its name."""
+        self.work(TICK, device_s)
+        self.launched.append((kernel, device_s))
 
     def work(self, host_s: float, device_s: float) -> None:
         """Enqueue `device_s` seconds of work, which takes the host `host_s`."""

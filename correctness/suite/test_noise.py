@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from benches.noise import main, spreads, table
+from benches.noise import differing, main, spreads, table
+from benches.report.analysis import SCHEMA
 from shapes.cases import LAYER_PASSES, LayerCase
 
-CASES = [LayerCase("tiny", "torch", "bf16", "rested", name) for name in LAYER_PASSES]
+CASES = [LayerCase("tiny", "torch", "bf16", "eager", "rested", name) for name in LAYER_PASSES]
 
 
 def run(*medians: float, uuid: str = "one") -> dict[str, Any]:
     """A results file with a layer's case for each median."""
     return {
-        "suite": {"schema": 1, "models": {"tiny": {}}},
+        "suite": {"schema": SCHEMA, "models": {"tiny": {}}},
         "machine_info": {"gpu": {"uuid": uuid}},
         "benchmarks": [
             {
@@ -34,6 +35,24 @@ def test_a_spread_is_the_deviation_of_medians_over_their_mean() -> None:
     (spread,) = spreads([run(0.099), run(0.100), run(0.101)])
     assert spread.mean_s == pytest.approx(0.100)
     assert spread.relative == pytest.approx(0.01)
+
+
+def proved(launches: int, kernel: str = "nvjet", peak: int = 100) -> dict[str, Any]:
+    """A results file with one case, and what it ran."""
+    results = run(0.1)
+    extra = results["benchmarks"][0]["extra_info"]
+    extra |= {"case": "layer/a", "evidence": "a", "segments": ["forward"], "launches": launches, "peak_bytes": peak}
+    uses = [{"name": kernel, "count": launches, "category": "gemm_fp8", "device_s": 0.1}]
+    results["suite"]["evidence"] = {"a": {"segments": {"forward": {"kernels": uses}}}}
+    return results
+
+
+def test_what_ran_is_compared_exactly() -> None:
+    """Launches, kernels and memory that differ in any run are named with their case."""
+    assert differing([proved(3), proved(3), proved(3)]) == {}
+    assert differing([proved(3), proved(3), proved(4)]) == {"launches": ["layer/a"], "kernels": ["layer/a"]}
+    assert differing([proved(3), proved(3, kernel="cutlass")]) == {"kernels": ["layer/a"]}
+    assert differing([proved(3), proved(3, peak=101)]) == {"peak_bytes": ["layer/a"]}
 
 
 def test_cases_that_a_run_lacks_are_left_out() -> None:

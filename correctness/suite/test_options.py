@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from benches.report.analysis import SCHEMA
 from shapes.models import HYPERPARAMETERS, MODELS
 from shapes.recipes import RECIPES
 from shapes.stages import STAGES
@@ -132,9 +133,9 @@ class TestSelecting:
     def test_m_chooses_by_regime(self) -> None:
         """On a CPU layers are sustained, GEMMs are not, and nothing is rested."""
         assert collected(*QUICK, "-m", "sustained or rested") == [
-            "test_layer[tiny-torch_sdpa-bf16-sustained-forward]",
-            "test_layer[tiny-torch_sdpa-bf16-sustained-backward]",
-            "test_layer[tiny-torch_sdpa-bf16-sustained-forward_backward]",
+            "test_layer[tiny-torch_sdpa-bf16-eager-sustained-forward]",
+            "test_layer[tiny-torch_sdpa-bf16-eager-sustained-backward]",
+            "test_layer[tiny-torch_sdpa-bf16-eager-sustained-forward_backward]",
         ]
 
     def test_pre_quantize_measures_gemms_alone(self) -> None:
@@ -155,7 +156,7 @@ class TestSelecting:
         """Where others are skipped, which is shown."""
         done = suite(*QUICK, "--stage=te_layer", "--benchmark-disable", "-k", "test_layer")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "Cases: 0 measured, 0 failed, 3 skipped\n" in done.stdout
+        assert "Cases: 0 measured, 0 failed, 3 skipped" in done.stdout
 
 
 # --- one short run and what it leaves --------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class TestShortRun:
     def test_a_case_is_named_by_its_values(self, results: dict[str, Any]) -> None:
         """Kind and axes with slashes between."""
         names = {entry["extra_info"]["case"] for entry in results["benchmarks"]}
-        assert f"layer/{MODEL}/torch_sdpa/bf16/sustained/forward_backward" in names
+        assert f"layer/{MODEL}/torch_sdpa/bf16/eager/sustained/forward_backward" in names
         assert f"gemm/{MODEL}/bf16/in_layer/autocast/dgrad/mlp_down" in names
         assert len(names) == 15
 
@@ -251,13 +252,13 @@ class TestShortRun:
         """The three passes of the stage that needs a GPU."""
         reason = "stage te_layer needs Transformer Engine and a GPU; this run is on the CPU"
         assert results["suite"]["not_measured"] == [
-            {"case": f"layer/{MODEL}/te_layer/bf16/sustained/{name}", "outcome": "skipped", "reason": reason}
+            {"case": f"layer/{MODEL}/te_layer/bf16/eager/sustained/{name}", "outcome": "skipped", "reason": reason}
             for name in ("forward", "backward", "forward_backward")
         ]
 
     def test_the_file_says_what_it_is(self, results: dict[str, Any]) -> None:
         """Schema, device, versions."""
-        assert (results["suite"]["schema"], results["suite"]["device"]) == (1, "cpu")
+        assert (results["suite"]["schema"], results["suite"]["device"]) == (SCHEMA, "cpu")
         assert results["machine_info"]["gpu"] is None
         assert {"torch", "numpy", "pytest-benchmark"} <= results["machine_info"]["versions"].keys()
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benches.report.__main__ import main
-from benches.report.analysis import Analysis, analyse
+from benches.report.analysis import SCHEMA, Analysis, analyse
 from benches.report.terminal import CPU_NOTICE, NO_RICH, render, significant
 from shapes.cases import MODES, GemmCase, LayerCase, gemm_cases, layer_cases
 from shapes.gemms import PASSES, LinearGroup, layer_linears, parse_shapes
@@ -73,7 +73,7 @@ def results_of(
     return {
         "benchmarks": [benchmark(case, group) for case in cases if keep(case)],
         "machine_info": {"gpu": gpu, "versions": {"torch": "2.11.0", "transformer_engine": "2.20.2", "cudnn": None}},
-        "suite": {"schema": 1, "device": device, "models": {group.name: entry}, "not_measured": []},
+        "suite": {"schema": SCHEMA, "device": device, "models": {group.name: entry}, "not_measured": []},
     }
 
 
@@ -240,8 +240,10 @@ def test_notes_gather_what_needs_care() -> None:
     first |= {"stopped": "max_time", "interval_s": [0.99 * median, 1.04 * median]}
     second |= {"stopped": "max_time"}
     third |= {"launch_bound": True}
-    skipped = [LayerCase("codonfm_5b", "te_layer", "nvfp4", "rested", name) for name in ("forward", "backward")]
-    failed = LayerCase("codonfm_5b", "te_layer", "mxfp8", "rested", "forward")
+    skipped = [
+        LayerCase("codonfm_5b", "te_layer", "nvfp4", "eager", "rested", name) for name in ("forward", "backward")
+    ]
+    failed = LayerCase("codonfm_5b", "te_layer", "mxfp8", "eager", "rested", "forward")
     results["suite"]["not_measured"] = [lost(case, "skipped", "nvfp4: needs 10.0") for case in skipped]
     results["suite"]["not_measured"] += [lost(failed, "failed", "CUDA out of memory.\n  30 GiB")]
     notes = analyse(results).notes
@@ -251,7 +253,7 @@ def test_notes_gather_what_needs_care() -> None:
     assert notes.failed == {"CUDA out of memory. 30 GiB": (failed.id,)}
     assert notes.skipped == {"nvfp4: needs 10.0": 2}
     text = render(analyse(results), 300)  # wide enough that no note is wrapped
-    assert "Worst: 4.0 % of layer/codonfm_5b/torch/bf16/rested/forward." in text
+    assert "Worst: 4.0 % of layer/codonfm_5b/torch/bf16/eager/rested/forward." in text
     assert f"1 failed: CUDA out of memory. 30 GiB\n  {failed.id}" in text
     assert "2 skipped: nvfp4: needs 10.0" in text
 
@@ -304,8 +306,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a list": ([], "no top-level object 'suite'"),
     "pytest-benchmark's own": ({"benchmarks": [], "machine_info": {}}, "no top-level object 'suite'"),
     "another schema": (
-        _broken(lambda results: results["suite"].update(schema=2)),
-        "schema 2; this report reads schema 1",
+        _broken(lambda results: results["suite"].update(schema=1)),
+        "schema 1; this report reads schema 2",
     ),
     "no benchmarks": (_broken(lambda results: results.pop("benchmarks")), "'benchmarks' must be a list"),
     "no median": (_broken(lambda results: results["benchmarks"][0]["stats"].pop("median")), "lacks 'median'"),
@@ -405,7 +407,7 @@ def test_launch_bound_times_are_marked() -> None:
     pytest.importorskip("rich")
     results = results_of()
     for entry in results["benchmarks"]:
-        entry["extra_info"]["launch_bound"] = entry["name"] == "layer/codonfm_5b/te_layer/bf16/sustained/forward"
+        entry["extra_info"]["launch_bound"] = entry["name"] == "layer/codonfm_5b/te_layer/bf16/eager/sustained/forward"
     text = render(analyse(results), 110)
     assert words_of(text, "te_layer      bf16").split()[2:5] == ["8.000*", "16.00", "24.00"]
     assert "* 1 launch-bound cases" in text

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shapes.backends.executed import ExecutedGemm, record_matmuls
 from shapes.gemms import Linear, LinearGroup
 from shapes.models import ModelConfig
 from shapes.program import Program, Segment
 from shapes.recipes import Recipe
-from shapes.stages import STAGES
+from shapes.stages import EXECUTIONS, STAGES
 
 # The quantizations that Transformer Engine does in the pass of a GEMM; wgrad reuses what the other passes made.
 QUANTIZATIONS = {"fprop": ("quantize_x", "quantize_w"), "dgrad": ("quantize_dy",), "wgrad": ()}
+
+
+Recorder = Callable[..., AbstractContextManager[list[ExecutedGemm]]]
+AttentionWatch = Callable[[], AbstractContextManager[dict[str, Any]]]
+
+
+class Captured(NamedTuple):
+    """What went into a step's CUDA graphs: their replays call nothing in which it could be seen."""
+
+    gemms: list[ExecutedGemm]
+    attention: dict[str, Any] | None
 
 
 class LayerStep:
     """A layer, an input, and the gradient of its output: forward and backward as one training step does them.
 
     x and dy are (micro_batch_size, sequence_length, hidden_size). dy is random, not ones: all-equal gradients are
-    quantized without error and draw less power than real ones.
+    quantized without error and draw less power than real ones. With `cached_weights` the first step is the first of
+    its microbatches and all others reuse its quantized weights. `recorder` collects the GEMMs of a step and
+    `watch_attention` the choice of its attention backend, unless they were `captured` as CUDA graphs.
     """
 
     def __init__(
@@ -34,9 +49,15 @@ class LayerStep:
         recipe: Recipe,
         device: str,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        recorder: Recorder = record_matmuls,
+        watch_attention: AttentionWatch | None = None,
+        cached_weights: bool = False,
         seed: int = 0,
     ) -> None:
         self.layer, self.context = layer, context
+        self.recorder, self.watch_attention = recorder, watch_attention
+        self.captured: Captured | None = None
+        self._options = {"is_first_microbatch": True} if cached_weights else {}
         parameters = dict(layer.named_parameters())
         self.weights = {name: parameters[path] for name, path in weight_paths.items() if path in parameters}
         generator = torch.Generator(device).manual_seed(seed)
@@ -50,7 +71,9 @@ class LayerStep:
     def forward(self) -> None:
         """The forward pass; the recipe's autocast covers it and nothing else."""
         with self.context():
-            self.y = self.layer(self.x)
+            self.y = self.layer(self.x, **self._options)
+        if self._options:
+            self._options = {"is_first_microbatch": False}
 
     def backward(self) -> None:
         """The gradients of the input and of every weight."""
@@ -66,6 +89,16 @@ class LayerStep:
     def program(self) -> Program:
         """One round: forward, then backward."""
         return Program((Segment("forward", self.forward), Segment("backward", self.backward)), self.drop_gradients)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of all parameters."""
+        return sum(parameter.nbytes for parameter in self.layer.parameters())
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the layer's output, which is as large as its input."""
+        return self.x.nbytes
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the latest step by the names of weights, and `x` for the input's."""
@@ -91,27 +124,45 @@ def copy_weights(source: LayerStep, target: LayerStep) -> None:
             target.weights[name].copy_(weight)
 
 
-def build_layer(config: ModelConfig, stage: str, recipe: Recipe, device: str, seed: int = 0) -> LayerStep:
-    """The layer of a stage with data, on `cuda` or `cpu`. Ask `cases.support` first."""
+def build_layer(
+    config: ModelConfig, stage: str, recipe: Recipe, device: str, seed: int = 0, execution: str = "eager"
+) -> LayerStep:
+    """The layer of a stage with data, on `cuda` or `cpu`, ready for one of `shapes.stages.EXECUTIONS`.
+
+    Ask `cases.support` first.
+    """
+    how = EXECUTIONS[execution]
     if STAGES[stage].backend == "te":
         from shapes.backends import te
 
         layer, paths = te.build(config, STAGES[stage], recipe, device)
-        return LayerStep(layer, paths, config, recipe, device, te.autocast(recipe), seed)
-    from shapes.backends import torch_layers
+        autocast = te.Autocast(recipe)
+        capture: Callable[[nn.Module, Tensor], nn.Module] = partial(
+            te.graphed, autocast=autocast, cached_weights=how.cached_weights
+        )
+        seen = (te.record_gemms, te.watch_attention)
+        step = LayerStep(layer, paths, config, recipe, device, autocast, *seen, how.cached_weights, seed)
+    else:
+        from shapes.backends import torch_layers
 
-    layer, paths = torch_layers.build(config, STAGES[stage], recipe, device)
-    return LayerStep(layer, paths, config, recipe, device, seed=seed)
+        layer, paths = torch_layers.build(config, STAGES[stage], recipe, device)
+        capture, step = torch_layers.graphed, LayerStep(layer, paths, config, recipe, device, seed=seed)
+    if how.graph:
+        with step.recorder(only_captured=True) as gemms, (step.watch_attention or nullcontext)() as attention:
+            step.layer = capture(layer, step.x)
+        step.captured = Captured(gemms, attention)
+        step.drop_gradients()
+    return step
 
 
-def _gemms_class(device: str) -> Callable[[Linear, Recipe, str, int], Any]:
+def _gemms_class(device: str) -> tuple[Callable[[Linear, Recipe, str, int], Any], Recorder]:
     if device == "cuda":
-        from shapes.backends.te import TeGemms
+        from shapes.backends.te import TeGemms, record_gemms
 
-        return TeGemms
+        return TeGemms, record_gemms
     from shapes.backends.emulation.linear import EmulatedGemms
 
-    return EmulatedGemms
+    return EmulatedGemms, record_matmuls
 
 
 class GemmSteps:
@@ -121,7 +172,7 @@ class GemmSteps:
     """
 
     def __init__(self, group: LinearGroup, recipe: Recipe, device: str, seed: int = 0) -> None:
-        make = _gemms_class(device)
+        make, self.recorder = _gemms_class(device)
         self.group, self.recipe = group, recipe
         self.gemms = {
             linear.name: make(linear, recipe, device, seed + index) for index, linear in enumerate(group.linears)

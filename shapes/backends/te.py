@@ -7,9 +7,10 @@ Names starting with an underscore are TE's own, where it offers no public way; `
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from shapes.backends import torch_layers
 from shapes.backends.emulation.formats import FORMATS
+from shapes.backends.executed import ExecutedGemm, plain_format
 from shapes.backends.torch_layers import Parts
 from shapes.gemms import PASSES, Linear
 from shapes.models import ModelConfig
@@ -75,14 +77,15 @@ _LAYER_PATHS = {name: _layer_path(path) for name, path in _FUSED_PATHS.items()}
 
 
 @cache
-def _te() -> Any:
+def modules() -> Any:
+    """TE's package for PyTorch, imported now."""
     import transformer_engine.pytorch as te
 
     return te
 
 
 def _tex() -> Any:
-    _te()  # it loads the libraries that the extension needs
+    modules()  # it loads the libraries that the extension needs
     import transformer_engine_torch as tex
 
     return tex
@@ -94,7 +97,7 @@ def unsupported_reason(recipe: str) -> str | None:
     if not torch.cuda.is_available():
         return "Transformer Engine needs a GPU, and PyTorch sees none"
     try:
-        te = _te()
+        te = modules()
     except Exception as error:  # a broken installation raises anything
         return f"Transformer Engine cannot be imported: {type(error).__name__}: {error}"
     if not hasattr(te, "autocast"):
@@ -124,18 +127,21 @@ def te_recipe(recipe: Recipe) -> Any:
     return getattr(recipes, _RECIPES[recipe.id][0])()
 
 
-def autocast(recipe: Recipe) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of the context for a forward pass in this recipe: the same recipe object in every step."""
-    te = _te()
-    te_object = te_recipe(recipe) if recipe.quantized else None
-    return lambda: te.autocast(enabled=recipe.quantized, recipe=te_object)
+class Autocast:
+    """Makes the context for a forward pass in a recipe: the same recipe object in every step."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = te_recipe(recipe) if recipe.quantized else None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return modules().autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
 
 # --- layers ----------------------------------------------------------------------------------------------------
 
 
 def _attention(config: ModelConfig) -> torch_layers.Attention:
-    return _te().DotProductAttention(
+    return modules().DotProductAttention(
         config.num_attention_heads,
         config.head_dim,
         num_gqa_groups=config.num_key_value_heads,
@@ -148,7 +154,7 @@ def _attention(config: ModelConfig) -> torch_layers.Attention:
 def _rope_angles(config: ModelConfig) -> Tensor | None:
     if not config.rope_theta:
         return None
-    embedding = _te().RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
+    embedding = modules().RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
     return embedding(config.sequence_length)
 
 
@@ -162,7 +168,7 @@ def _rope(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _fused_parts(config: ModelConfig, dtype: torch.dtype, device: str) -> Parts:
-    te = _te()
+    te = modules()
     common: dict[str, Any] = dict(bias=config.bias, params_dtype=dtype, device=device)
     norm: dict[str, Any] = dict(eps=config.norm_eps, normalization=config.normalization)
     return Parts(
@@ -186,7 +192,7 @@ class _TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.angles = _rope_angles(config)
-        self.layer = _te().TransformerLayer(
+        self.layer = modules().TransformerLayer(
             config.hidden_size,
             config.intermediate_size,
             config.num_attention_heads,
@@ -206,8 +212,8 @@ class _TransformerLayer(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, rotary_pos_emb=self.angles)
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return self.layer(x, rotary_pos_emb=self.angles, **options)
 
 
 def _forget_earlier_layers() -> None:
@@ -223,7 +229,7 @@ def _forget_earlier_layers() -> None:
 
 def build(config: ModelConfig, stage: Stage, recipe: Recipe, device: str) -> tuple[nn.Module, dict[str, str]]:
     """A stage made of TE's modules, and where its weights lie (name -> path of the parameter)."""
-    te = _te()
+    te = modules()
     _forget_earlier_layers()
     dtype = getattr(torch, recipe.compute_dtype)
     if stage.fused == "layer":
@@ -243,28 +249,48 @@ def build(config: ModelConfig, stage: Stage, recipe: Recipe, device: str) -> tup
     return torch_layers.Layer(config, parts), torch_layers.WEIGHT_PATHS
 
 
+def graphed(layer: nn.Module, x: Tensor, autocast: Autocast, cached_weights: bool) -> nn.Module:
+    """The layer with its forward and its backward pass captured as CUDA graphs, for this x and recipe.
+
+    Calls of it need the same autocast. With cached weights they need `is_first_microbatch`; the kernels that quantize
+    weights are in the graph all the same, and a flag on the GPU makes them do nothing.
+    """
+    make = modules().make_graphed_callables
+    # Gradients lie where the graph puts them; TE 2.19 and newer would copy them once more.
+    options = {"clone_param_grads_on_return": False}
+    known = {name: value for name, value in options.items() if name in inspect.signature(make).parameters}
+    return make(
+        layer,
+        (x,),
+        enabled=autocast.recipe is not None,
+        recipe=autocast.recipe,
+        cache_quantized_params=cached_weights,
+        **known,
+    )
+
+
 # --- single GEMMs ----------------------------------------------------------------------------------------------
 
 
 def _delayed_quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
     """A scale as delayed scaling has it once its history has seen the data: largest finite value / amax."""
     scale = (FORMATS[getattr(recipe, role).element].max_finite / data.abs().max().float()).reshape(1)
-    return _te().Float8Quantizer(scale, torch.zeros_like(scale), _fp8_dtype(recipe, role))
+    return modules().Float8Quantizer(scale, torch.zeros_like(scale), _fp8_dtype(recipe, role))
 
 
 def _current_quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
-    return _te().Float8CurrentScalingQuantizer(_fp8_dtype(recipe, role), data.device)
+    return modules().Float8CurrentScalingQuantizer(_fp8_dtype(recipe, role), data.device)
 
 
 def _block_quantizer(recipe: Recipe, role: str, _: Tensor) -> Any:
     dimensions = 2 if getattr(recipe, role).block == (128, 128) else 1
-    return _te().Float8BlockQuantizer(
+    return modules().Float8BlockQuantizer(
         _fp8_dtype(recipe, role), rowwise=True, columnwise=True, block_scaling_dim=dimensions
     )
 
 
 def _mxfp8_quantizer(recipe: Recipe, role: str, _: Tensor) -> Any:
-    return _te().MXFP8Quantizer(_fp8_dtype(recipe, role))
+    return modules().MXFP8Quantizer(_fp8_dtype(recipe, role))
 
 
 def _nvfp4_quantizer(_: Recipe, role: str, __: Tensor) -> Any:
@@ -273,7 +299,7 @@ def _nvfp4_quantizer(_: Recipe, role: str, __: Tensor) -> Any:
         "weight": dict(with_2d_quantization=True),
         "gradient": dict(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True),
     }
-    return _te().NVFP4Quantizer(**options[role])
+    return modules().NVFP4Quantizer(**options[role])
 
 
 _QUANTIZERS: dict[str, Callable[[Recipe, str, Tensor], Any]] = {
@@ -383,28 +409,14 @@ class TeGemms:
 # --- what was executed -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ExecutedGemm:
-    """A GEMM that TE ran: sizes as in shapes.gemms.Gemm, operands as Recipe.gemm_operands orders and prints them."""
-
-    pass_name: str
-    m: int
-    n: int
-    k: int
-    operands: tuple[str, str]
-    accumulate: bool
-    split_accumulator: bool
-
-
 _LAYOUT_PASSES = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
-_PLAIN_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def operand_format(tensor: Any) -> str:
     """`bf16`, `e4m3`, `e4m3:1x128`, `e4m3:128x128`, `e4m3:1x32`, `e2m1:1x16`, `e2m1:16x16`: see recipes.Operand."""
     kind = type(tensor).__name__
     if isinstance(tensor, Tensor) and not hasattr(tensor, "_quantizer"):
-        return _PLAIN_FORMATS.get(tensor.dtype, str(tensor.dtype))
+        return plain_format(tensor)
     if "NVFP4" in kind:
         two_dimensional = getattr(getattr(tensor, "_quantizer", None), "with_2d_quantization", False)
         return "e2m1:16x16" if two_dimensional else "e2m1:1x16"
@@ -422,7 +434,7 @@ def _rows_and_columns(tensor: Any) -> tuple[int, int]:
     return rows, sizes[-1]
 
 
-def _executed(a: Any, transposed_a: bool, b: Any, transposed_b: bool, rest: tuple[Any, ...]) -> ExecutedGemm:
+def _executed(a: Any, transposed_a: bool, b: Any, transposed_b: bool, accumulate: bool, split: bool) -> ExecutedGemm:
     (rows_a, columns_a), (rows_b, columns_b) = _rows_and_columns(a), _rows_and_columns(b)
     m, k = (columns_b, rows_b) if transposed_b else (rows_b, columns_b)
     return ExecutedGemm(
@@ -431,26 +443,97 @@ def _executed(a: Any, transposed_a: bool, b: Any, transposed_b: bool, rest: tupl
         n=rows_a if transposed_a else columns_a,
         k=k,
         operands=(operand_format(b), operand_format(a)),
-        accumulate=rest[-2],
-        split_accumulator=rest[-1],
+        layout="".join("T" if transposed else "N" for transposed in (transposed_a, transposed_b)),
+        accumulate=accumulate,
+        split_accumulator=split,
     )
 
 
-@contextmanager
-def record_gemms() -> Iterator[list[ExecutedGemm]]:
-    """Collect every GEMM that TE's modules execute inside the block, in order.
+def _one(a: Any, ta: bool, b: Any, tb: bool, *rest: Any) -> list[ExecutedGemm]:
+    return [_executed(a, ta, b, tb, rest[-2], rest[-1])]
 
-    It wraps transformer_engine_torch.generic_gemm, through which all of them go.
+
+def _group(a: Any, ta: bool, b: Any, tb: bool, *rest: Any) -> list[ExecutedGemm]:
+    """One GEMM per pair of lists; a group without tokens runs none."""
+    accumulate, split = rest[10], rest[11]
+    pairs = [(one, other) for one, other in zip(a, b, strict=True) if 0 not in (*one.size(), *other.size())]
+    return [_executed(one, ta, other, tb, accumulate, split) for one, other in pairs]
+
+
+# Functions of transformer_engine_torch through which all GEMMs of TE's modules go, and how to read their arguments.
+# From general_grouped_gemm_for_grouped_tensor on, the sizes of groups are known on the GPU only: not seen here.
+_GEMM_FUNCTIONS = {"generic_gemm": _one, "te_general_grouped_gemm": _group}
+
+
+@contextmanager
+def record_gemms(only_captured: bool = False) -> Iterator[list[ExecutedGemm]]:
+    """Collect every GEMM that TE's modules execute inside the block, in order, those of a te.GroupedLinear one by one.
+
+    With `only_captured` only those that go into a CUDA graph: the replays of it call nothing that could be seen.
     """
     tex = _tex()
-    original, seen = tex.generic_gemm, []
+    seen: list[ExecutedGemm] = []
 
-    def recording(a: Any, ta: bool, b: Any, tb: bool, *rest: Any, **options: Any) -> Any:
-        seen.append(_executed(a, ta, b, tb, rest))
-        return original(a, ta, b, tb, *rest, **options)
+    def recording(original: Any, read: Any) -> Any:
+        def function(*arguments: Any, **options: Any) -> Any:
+            if not only_captured or torch.cuda.is_current_stream_capturing():
+                seen.extend(read(*arguments))
+            return original(*arguments, **options)
 
-    tex.generic_gemm = recording
+        return function
+
+    originals = {name: getattr(tex, name) for name in _GEMM_FUNCTIONS if hasattr(tex, name)}
+    for name, original in originals.items():
+        setattr(tex, name, recording(original, _GEMM_FUNCTIONS[name]))
     try:
         yield seen
     finally:
-        tex.generic_gemm = original
+        for name, original in originals.items():
+            setattr(tex, name, original)
+
+
+# --- which attention -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watch_attention() -> Iterator[dict[str, Any]]:
+    """Have TE choose its attention backend anew inside the block, and collect the choice and the reasons for it.
+
+    `backend` is None where nothing chose one, `excluded` TE's own sentences on those not taken, and `flash_attn` the
+    versions of the packages flash-attn, as far as they are installed.
+    """
+    found: dict[str, Any] = {"backend": None, "excluded": []}
+    try:
+        from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+        from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionLogging
+    except ImportError as error:  # another version of TE keeps them elsewhere
+        found["absent"] = f"this version of Transformer Engine does not tell: {error}"
+        yield found
+        return
+    logger, level = logging.getLogger("DotProductAttention"), AttentionLogging._log_level
+    before = (logger.handlers, logger.propagate, logger.level)
+    logger.handlers, logger.propagate = [_AttentionLog(found)], False
+    AttentionLogging._log_level = logging.DEBUG
+    _attention_backends["backend_selection_requires_update"] = True
+    try:
+        yield found
+    finally:
+        AttentionLogging._log_level = level
+        logger.handlers, logger.propagate, logger.level = before
+
+
+class _AttentionLog(logging.Handler):
+    """Reads what TE's choice of an attention backend logs."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        super().__init__()
+        self.found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if match := re.search(r"Selected backend = (.*?)\.?$", text):
+            self.found["backend"] = match[1]
+        elif text.startswith("Disabling") and text not in self.found["excluded"]:
+            self.found["excluded"].append(text)
+        elif installed := re.findall(r"'flash_attn_?(\d?)_version': '([^']*)'", text):
+            self.found["flash_attn"] = {number or "2": version for number, version in installed}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,11 +72,25 @@ class Layer(nn.Module):
         self.norm_qkv, self.attn_out, self.norm_mlp = parts.norm_qkv, parts.attn_out, parts.norm_mlp
         self.attention, self.rope = parts.attention, parts.rope
 
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.norm_qkv(x).unflatten(-1, (-1, self.head_dim))
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Options go to every linear."""
+        heads = self.norm_qkv(x, **options).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split(self.split, dim=-2)
-        x = x + self.attn_out(self.attention(self.rope(q), self.rope(k), v))
-        return x + self.norm_mlp(x)
+        x = x + self.attn_out(self.attention(self.rope(q), self.rope(k), v), **options)
+        return x + self.norm_mlp(x, **options)
+
+
+class Chain(nn.Sequential):
+    """Modules one after the other; options go to those that `takes_options` names by their index."""
+
+    def __init__(self, *modules: nn.Module, takes_options: tuple[int, ...]) -> None:
+        super().__init__(*modules)
+        self.takes_options = takes_options
+
+    def forward(self, input: Tensor, **options: Any) -> Tensor:
+        for index, module in enumerate(self):
+            input = module(input, **(options if index in self.takes_options else {}))
+        return input
 
 
 class Activation(nn.Module):
@@ -102,10 +117,14 @@ def split_parts(
     """Parts in which each norm and each linear (in_features, out_features) is a module of its own."""
     hidden = config.hidden_size
     return Parts(
-        norm_qkv=nn.Sequential(norm(), linear(hidden, config.qkv_size)),
+        norm_qkv=Chain(norm(), linear(hidden, config.qkv_size), takes_options=(1,)),
         attn_out=linear(config.query_size, hidden),
-        norm_mlp=nn.Sequential(
-            norm(), linear(hidden, config.mlp_up_size), Activation(config), linear(config.intermediate_size, hidden)
+        norm_mlp=Chain(
+            norm(),
+            linear(hidden, config.mlp_up_size),
+            Activation(config),
+            linear(config.intermediate_size, hidden),
+            takes_options=(1, 3),
         ),
         attention=attention,
         rope=rope,
@@ -189,3 +208,9 @@ def build(config: ModelConfig, stage: Stage, recipe: Recipe, device: str) -> tup
         rope=rotary_embedding(config, device, dtype),
     )
     return Layer(config, parts), WEIGHT_PATHS
+
+
+def graphed(layer: nn.Module, x: Tensor) -> nn.Module:
+    """The layer with its forward and its backward pass captured as CUDA graphs, for this x. Needs a GPU."""
+    torch.cuda.make_graphed_callables(layer, (x,))  # it replaces the layer's forward
+    return layer
