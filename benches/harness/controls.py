@@ -7,7 +7,7 @@ that of the cases.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,7 @@ def _python(_: str) -> Callable[[], object]:
 
 DEVICE_CONTROLS = {"gemm": _gemm, "fp8_gemm": _fp8_gemm, "copy": _copy}
 HOST_CONTROLS = {"python": _python}
+Makers = Mapping[str, Callable[[str], Callable[[], object]]]
 
 
 class Controls:
@@ -85,9 +86,9 @@ class Controls:
         taken: list[dict[str, Any]],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.device, self.timeline, self.taken, self._now = device, timeline, taken, now
+        self.device, self.taken, self._now = device, taken, now
         self._limits = replace(limits, max_time_s=min(limits.max_time_s, MOST_TIME_S))
-        self._watches: dict[str, Stopwatch | CpuStopwatch] = {}
+        self._groups = [_Group(DEVICE_CONTROLS, timeline), _Group(HOST_CONTROLS, None)]
         self._latest_s: float | None = None
 
     def take_if_due(self) -> None:
@@ -98,26 +99,51 @@ class Controls:
     def take(self) -> None:
         """Time the controls. One that fails is noted as absent; nothing is raised."""
         self._latest_s = self._now()
-        for name, make in (DEVICE_CONTROLS | HOST_CONTROLS).items():
-            entry: dict[str, Any] = {"name": name, "time_s": self._now()}
-            try:
-                entry |= self._time(name, make)
-            except Exception as error:  # a control is no reason to lose a case
-                entry["absent"] = str(error) if isinstance(error, Absent) else in_one_line(error)
-            self.taken.append(entry)
+        for group in self._groups:
+            for name, entry in group.take(self.device, self._limits).items():
+                self.taken.append({"name": name, "time_s": self._latest_s, **entry})
 
-    def _time(self, name: str, make: Callable[[str], Callable[[], object]]) -> dict[str, Any]:
-        timeline = self.timeline if name in DEVICE_CONTROLS else None
-        if name not in self._watches:
-            program = Program((Segment(name, make(self.device)),))
-            self._watches[name] = Stopwatch(program, timeline) if timeline else CpuStopwatch(program)
-        if timeline:
-            timeline.begin_watch()
-        samples = self._watches[name].time(REGIMES["rested"], [(name,)], self._limits).device_s[name]
-        state = {"gpu_state": timeline.state()} if timeline else {}
+
+class _Group:
+    """Controls that are timed in turn. They are made when they are first timed, and kept."""
+
+    def __init__(self, makers: Makers, timeline: Timeline | None) -> None:
+        self.makers, self.timeline = makers, timeline
+        self.absent: dict[str, str] = {}
+        self._watch: Stopwatch | CpuStopwatch | None = None
+
+    def take(self, device: str, limits: Limits) -> dict[str, dict[str, Any]]:
+        """By name: median, interval and number of rounds, and the GPU's state; or why there is none."""
+        times: dict[str, list[float]] = {}
+        lost = "there is none"
+        try:
+            times = self._time(device, limits)
+        except Exception as error:  # a control is no reason to lose a case
+            lost = in_one_line(error)
+        state = {"gpu_state": self.timeline.state()} if self.timeline else {}
         return {
-            "median_s": median(samples),
-            "interval_s": median_interval(samples),
-            "rounds": len(samples),
-            **state,
+            name: {"median_s": median(times[name]), "interval_s": median_interval(times[name])}
+            | {"rounds": len(times[name])}
+            | state
+            if name in times
+            else {"absent": self.absent.get(name, lost)}
+            for name in self.makers
         }
+
+    def _time(self, device: str, limits: Limits) -> dict[str, list[float]]:
+        if self._watch is None:
+            program = Program(tuple(self._segments(device)))
+            self._watch = Stopwatch(program, self.timeline) if self.timeline else CpuStopwatch(program)
+        if self.timeline:
+            self.timeline.begin_watch()
+        figures = [(segment.name,) for segment in self._watch.program.segments]
+        return self._watch.time(REGIMES["rested"], figures, limits).device_s
+
+    def _segments(self, device: str) -> Iterator[Segment]:
+        for name, make in self.makers.items():
+            try:
+                run = make(device)
+                run()
+                yield Segment(name, run)
+            except Exception as error:
+                self.absent[name] = str(error) if isinstance(error, Absent) else in_one_line(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -84,8 +83,8 @@ def collect(
     memory and there are no kernels.
     """
     program.run_once()
-    gc.collect()  # garbage that is collected in between would count as memory given back
     with no_garbage_collection(), (attention or nullcontext)() as chosen:
+        # Garbage that is collected in between would count as memory given back.
         parts = _gemms_and_memory(program, recorder, timeline)
     evidence = Evidence(parts, kernels_absent=None if timeline else ON_CPU, attention=chosen)
     if timeline:

@@ -349,7 +349,6 @@ class TestGpuRun:
         assert gpu_file["machine_info"]["gpu"]["nvml"] == "mig: NVMLError: Not Supported"
 
 
-@pytest.mark.xfail(strict=True, reason="the stored baseline is of schema 1 until it is measured again")
 def test_stored_baselines_are_as_the_schema_says() -> None:
     """All that are in the repository."""
     assert BASELINES
