@@ -4,8 +4,9 @@
 
 For every recipe that runs here, te.TransformerLayer's step and the sweep over its GEMMs and quantizations run in turn,
 back to back: so both meet the same clocks, which on a GPU at its power limit swing by several percent. The layer's
-kernels are timed by torch.profiler, the sweep's pieces by the events that the benchmarks use, and beside them each
-GEMM in a loop of its own. Needs a GPU and Transformer Engine.
+kernels are timed by torch.profiler, each from the end of the one before it, as events between them would; the sweep's
+pieces by events, as in the benchmarks; and beside them each piece in a loop of its own. Needs a GPU and Transformer
+Engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benches.harness.kernels import categorize, shorten
 from benches.harness.medians import median
 from benches.harness.safety import not_writable
 from benches.harness.stopwatch import REGIMES
-from benches.harness.timeline import CudaTimeline, Mark, split_at_spins
+from benches.harness.timeline import CudaTimeline, Mark, Timeline, split_at_spins
 from benches.report.analysis import USAGE_ERROR
 from shapes.cases import support
 from shapes.gemms import layer_linears
@@ -37,39 +38,69 @@ TURNS_S = 1.5  # of layer and sweep in turn, after the power has settled
 LOOP = 60  # calls between two events; TE's benchmarks/gemm/benchmark_gemm.py does the same with 100
 AHEAD = 2  # turns that the host is ahead of the device
 
-# Quantizations of which the layer does a part elsewhere: te.LayerNormLinear and te.LayerNormMLP have the norm and the
-# activation compute the amax that current scaling needs (normalization.cpp and activation.cpp of TE's extension).
-# The pass over the data that the sweep needs for it is in no kernel of the layer.
-AMAX_ELSEWHERE = {"fp8_current_scaling": ("qkv/quantize_x", "mlp_up/quantize_x", "mlp_down/quantize_x")}
-AMAX_KERNEL = "amax_kernel<"  # how its short name begins; zero_amax_kernel and others are a microsecond each
+Times = Sequence[tuple[str, float]]  # names and seconds
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Quantizations of the sweep that the layer does, wholly or in part, inside a norm or an activation.
+
+    In the sweep these are the segments, or only their kernels whose short names begin with `part`. In the layer what
+    is left of them are kernels that begin with one of `rest`, some of which do a part of the activation's gradient.
+    """
+
+    segments: tuple[str, ...] = ()
+    part: str = ""
+    rest: tuple[str, ...] = ()
+
+
+_BEHIND_A_NORM_OR_ACTIVATION = ("qkv/quantize_x", "mlp_up/quantize_x", "mlp_down/quantize_x")
+
+
+def fusion(recipe: str, config: ModelConfig) -> Fusion:
+    """What te.TransformerLayer fuses in a recipe (normalization.cpp, activation.cpp and bias.cpp of TE's extension).
+
+    Current scaling: norm and activation give the amax. Delayed scaling: they also cast, and only a transpose is left;
+    the cast of a gradient also sums up the bias's, which te.LayerNormMLP has it do without a bias too.
+    """
+    if recipe == "fp8_current_scaling":
+        return Fusion(_BEHIND_A_NORM_OR_ACTIVATION, part="amax_kernel<")  # zero_amax_kernel takes a microsecond
+    if recipe == "fp8_delayed_scaling":
+        gradients = ("mlp_up/quantize_dy", "qkv/quantize_dy")[: 1 + config.bias]
+        return Fusion((*_BEHIND_A_NORM_OR_ACTIVATION, *gradients), rest=("transpose_", "cast_transpose_fusion_"))
+    return Fusion()
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one layer: GEMMs, and the quantizations around them."""
+    """Of one layer: GEMMs, the quantizations around them, and of these what is fused in the layer."""
 
     gemm: float
     quantize: float
+    fused: float = 0.0
 
     @property
     def whole(self) -> float:
-        """Both."""
+        """GEMMs and quantizations."""
         return self.gemm + self.quantize
+
+    @property
+    def alike(self) -> float:
+        """What layer and sweep do in the same way."""
+        return self.whole - self.fused
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one recipe: the real layer, the sweep, what of the sweep the layer does elsewhere, each piece in a loop."""
+    """Of one recipe: in the real layer, in the sweep, and each piece in a loop of its own."""
 
     layer: Seconds
     sweep: Seconds
-    elsewhere_s: float
     loops: Seconds
 
-    @property
-    def difference(self) -> float:
-        """The sweep, without what the layer does elsewhere, against the layer's kernels; relative."""
-        return (self.sweep.whole - self.elsewhere_s) / self.layer.whole - 1
+    def difference(self, of: Seconds) -> float:
+        """Of the sweep or the loops against the layer, in what they do alike; relative."""
+        return of.alike / self.layer.alike - 1
 
 
 def kind(kernel: str) -> str:
@@ -78,32 +109,55 @@ def kind(kernel: str) -> str:
     return "gemm" if category.startswith("gemm") else category if category == "quantize" else "other"
 
 
-def split(times: Sequence[tuple[str, float]], kind_of: Callable[[str], str]) -> Seconds:
-    """Sums by kind of named durations."""
-    sums = {"gemm": 0.0, "quantize": 0.0, "other": 0.0}
-    for name, seconds in times:
-        sums[kind_of(name)] += seconds
-    return Seconds(sums["gemm"], sums["quantize"])
-
-
 def piece_kind(segment: str) -> str:
     """Of a segment of the sweep."""
     return "quantize" if "/quantize" in segment else "gemm"
 
 
-def amax_seconds(kernels: Sequence[tuple[str, float]], segments: Sequence[str], of: Sequence[str]) -> float:
-    """Seconds of the amax kernels of some quantizations. Each quantization of the sweep has one, in its order."""
-    quantizations = [name for name in segments if piece_kind(name) == "quantize"]
-    if not of:
-        return 0.0
-    found = [seconds for name, seconds in kernels if shorten(name).startswith(AMAX_KERNEL)]
-    return sum(seconds for name, seconds in zip(quantizations, found, strict=True) if name in of)
+def total(times: Times, matches: Callable[[str], bool]) -> float:
+    """Seconds of those whose names match."""
+    return sum(seconds for name, seconds in times if matches(name))
+
+
+def layer_seconds(kernels: Times, fused: Fusion) -> Seconds:
+    """From the kernels of the layer's step."""
+    return Seconds(
+        gemm=total(kernels, lambda name: kind(name) == "gemm"),
+        quantize=total(kernels, lambda name: kind(name) == "quantize"),
+        fused=total(kernels, lambda name: bool(fused.rest) and shorten(name).startswith(fused.rest)),
+    )
+
+
+def sweep_seconds(pieces: Times, kernels: Times, fused: Fusion) -> Seconds:
+    """From the times of the sweep's segments. Of its kernels each quantization has one that begins with `fused.part`.
+
+    Raises ValueError where that is not so.
+    """
+    parts = pieces
+    if fused.part:
+        names = [name for name, _ in pieces if piece_kind(name) == "quantize"]
+        found = [seconds for name, seconds in kernels if shorten(name).startswith(fused.part)]
+        parts = list(zip(names, found, strict=True))
+    return Seconds(
+        gemm=total(pieces, lambda name: piece_kind(name) == "gemm"),
+        quantize=total(pieces, lambda name: piece_kind(name) == "quantize"),
+        fused=total(parts, lambda name: name in fused.segments),
+    )
+
+
+def end_to_end(kernels: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:
+    """Each kernel's time from the end of the ones before it to its own; kernels are (name, start, end), in order."""
+    times, latest = [], kernels[0][1] if kernels else 0.0
+    for name, _, end in kernels:
+        times.append((name, max(0.0, end - latest)))
+        latest = max(latest, end)
+    return times
 
 
 class Turns:
     """The layer's step and the sweep in turn, without a pause."""
 
-    def __init__(self, layer: Program, sweep: Program, timeline: CudaTimeline) -> None:
+    def __init__(self, layer: Program, sweep: Program, timeline: Timeline) -> None:
         self.layer, self.sweep, self.timeline = layer, sweep, timeline
         self.marks: list[list[Mark]] = []
 
@@ -138,12 +192,12 @@ class Turns:
 
 
 def middle(turns: Sequence[Seconds]) -> Seconds:
-    """The median turn, kind by kind."""
-    return Seconds(median([turn.gemm for turn in turns]), median([turn.quantize for turn in turns]))
+    """The median turn, part by part."""
+    return Seconds(*(median([getattr(turn, name) for turn in turns]) for name in ("gemm", "quantize", "fused")))
 
 
-def loops(sweep: Program, timeline: CudaTimeline) -> Seconds:
-    """Each segment called over and over between two events, as single GEMMs are often timed."""
+def loops(sweep: Program, timeline: Timeline) -> list[tuple[str, float]]:
+    """Seconds of each segment when it is called over and over, as single GEMMs are often timed."""
     times = []
     for segment in sweep.segments:
         segment.run()
@@ -153,39 +207,37 @@ def loops(sweep: Program, timeline: CudaTimeline) -> Seconds:
         end = timeline.mark()
         timeline.synchronize()
         times.append((segment.name, start.seconds_until(end) / LOOP))
-    return split(times, piece_kind)
+    return times
 
 
 def predict(config: ModelConfig, recipe: Recipe) -> Prediction:
     """Measure the layer and the sweep of one recipe."""
     from shapes.backends.build import GemmSteps, build_layer
 
-    timeline = CudaTimeline()
+    timeline, fused = CudaTimeline(), fusion(recipe.id, config)
     layer = build_layer(config, "te_layer", recipe, "cuda").program()
     sweep = GemmSteps(layer_linears(config), recipe, "cuda").in_layer()
     turns = Turns(layer, sweep, timeline)
     turns.run(REGIMES["in_layer"].settle_s)
-    parts = split_at_spins(timeline.kernels(lambda: turns.run(TURNS_S)))
-    layers, sweeps = parts[0::2], parts[1::2]
-    segments = [segment.name for segment in sweep.segments]
-    of = AMAX_ELSEWHERE.get(recipe.id, ())
+    parts = split_at_spins(end_to_end(timeline.kernels(lambda: turns.run(TURNS_S))))
+    layers, sweeps, pieces = parts[0::2], parts[1::2], turns.sweep_times()
     return Prediction(
-        layer=middle([split(part, kind) for part in layers]),
-        sweep=middle([split(times, piece_kind) for times in turns.sweep_times()]),
-        elsewhere_s=median([amax_seconds(part, segments, of) for part in sweeps]),
-        loops=loops(sweep, timeline),
+        layer=middle([layer_seconds(part, fused) for part in layers]),
+        sweep=middle([sweep_seconds(*both, fused) for both in zip(pieces, sweeps, strict=True)]),
+        loops=sweep_seconds(loops(sweep, timeline), sweeps[-1], fused),
     )
 
 
 def table(found: dict[str, Prediction]) -> str:
     """One line per recipe, in ms."""
-    lines = [f"{'recipe':22}{'in the real layer':>19}{'in the sweep':>19}{'elsewhere':>11}{'diff.':>8}{'loops':>19}"]
+    lines = [f"{'recipe':22}{'real layer (fused)':>24}{'sweep (fused)':>24}{'diff.':>7}{'loops':>17}{'diff.':>8}"]
     for recipe, one in found.items():
-        texts = [f"{part.gemm * 1e3:.3f} + {part.quantize * 1e3:.3f}" for part in (one.layer, one.sweep, one.loops)]
-        loops_difference = one.loops.whole / one.layer.whole - 1
+        layer, sweep, own = (
+            f"{part.gemm * 1e3:.3f} + {part.quantize * 1e3:.3f}" for part in (one.layer, one.sweep, one.loops)
+        )
         lines.append(
-            f"{recipe:22}{texts[0]:>19}{texts[1]:>19}{one.elsewhere_s * 1e3:11.3f}{one.difference:+8.1%}"
-            f"{texts[2]:>19} {loops_difference:+.1%}"
+            f"{recipe:22}{layer:>16} ({one.layer.fused * 1e3:.3f}){sweep:>16} ({one.sweep.fused * 1e3:.3f})"
+            f"{one.difference(one.sweep):+7.1%}{own:>17}{one.difference(one.loops):+8.1%}"
         )
     return "\n".join(lines)
 
@@ -210,8 +262,11 @@ def main(arguments: list[str] | None = None) -> int:
             if recipe.default and not support(recipe.id, layer_linears(MODELS[name]), "cuda", "te_layer"):
                 gc.collect()  # the memory of the recipe before
                 found[recipe.id] = predict(MODELS[name], recipe)
-        print(f"{name}: GEMM + quantization of a layer, ms\n{table(found)}\n", flush=True)
-        results[name] = {recipe: asdict(one) | {"difference": one.difference} for recipe, one in found.items()}
+        print(f"{name}: GEMM + quantization of a layer in ms; differences without what the layer fuses")
+        print(f"{table(found)}\n", flush=True)
+        results[name] = {
+            recipe: asdict(one) | {"difference": one.difference(one.sweep)} for recipe, one in found.items()
+        }
     if options.json:
         with open(options.json, "w", encoding="utf8") as file:
             json.dump({"gpu": devices.gpu_facts(), "models": results}, file, indent=1)

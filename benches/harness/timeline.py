@@ -173,14 +173,14 @@ class CudaTimeline:
                 action()
                 self.synchronize()
 
-        parts = split_at_spins(self.kernels(run))
+        parts = split_at_spins([(name, end - start) for name, start, end in self.kernels(run)])
         if len(parts) != len(actions):
             lost = "lost kernels" if parts else "saw no kernels: CUPTI may be missing or forbidden here"
             raise TraceError(f"torch.profiler {lost}")
         return parts
 
-    def kernels(self, action: Callable[[], object]) -> list[tuple[str, float]]:
-        """Run an action and return name and seconds of all its kernels, copies and memsets, in order.
+    def kernels(self, action: Callable[[], object]) -> list[tuple[str, float, float]]:
+        """Run an action and return all its kernels, copies and memsets in order: name, start and end in seconds.
 
         Raises TraceError where they cannot be seen.
         """
@@ -201,7 +201,8 @@ class CudaTimeline:
                 profiler.stop()
             events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
         events.sort(key=lambda event: event.time_range.start)
-        return [(str(event.name), event.device_time * 1e-6) for event in events]
+        ranges = [(str(event.name), event.time_range) for event in events]
+        return [(name, times.start * 1e-6, times.end * 1e-6) for name, times in ranges]
 
 
 def split_at_spins(kernels: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:

@@ -202,7 +202,7 @@ def _proof_tables(table: LayerTable, page: Page) -> list[str]:
         sizes = [Cell(significant(_scaled_gib(size), RATIO_DIGITS)) for size in (proof.peak_bytes, proof.saved_bytes)]
         host = Cell(significant(_scaled(row.host_s, unit), RATIO_DIGITS), "forward_backward" in row.launch_bound)
         lines.append(Line((row.stage, row.label), (*times, host, Cell(str(proof.launches)), *sizes)))
-    headers = ["stage", "recipe", *(f"{name}~{unit}" for name in WORK), f"host~{unit}", "launch~es", "peak~GiB"]
+    headers = ["stage", "recipe", *(f"{name}~{unit}" for name in WORK), f"host~{unit}", "launches", "peak~GiB"]
     title = (
         f"What forward_backward runs: {unit} of kernels by kind in one untimed step, host time, launches, memory above "
         "what rests, and what forward saves for backward."

@@ -115,7 +115,7 @@ class TestTraces:
     def test_a_trace_without_its_spins_is_no_trace(self, kernels: Any, message: str) -> None:
         """Rather none than one that gives an action another's kernels."""
         timeline = object.__new__(CudaTimeline)  # without a GPU
-        timeline.kernels = lambda action: kernels  # type: ignore[method-assign]
+        timeline.kernels = lambda action: [(name, 0.0, seconds) for name, seconds in kernels]  # type: ignore[method-assign]
         with pytest.raises(TraceError, match=message):
             timeline.trace([lambda: None, lambda: None])
 
