@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benches.harness.accuracy import References
 from benches.harness.controls import Controls
 from benches.harness.stash import RESULTS, SELECTION, spending
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
@@ -44,6 +45,12 @@ def workbench() -> Workbench:
 
 
 @pytest.fixture(scope="session")
+def references(pytestconfig: pytest.Config) -> References:
+    """Unquantized results, against which errors are reported."""
+    return References(pytestconfig.stash[SELECTION].device)
+
+
+@pytest.fixture(scope="session")
 def controls(pytestconfig: pytest.Config, timeline: Timeline | None, limits: Limits) -> Iterator[Controls]:
     """Times what TE has no part in: before the first case, every half minute, and after the last one."""
     device, taken = pytestconfig.stash[SELECTION].device, pytestconfig.stash[RESULTS]["controls"]
@@ -70,6 +77,7 @@ def layer(
     request: pytest.FixtureRequest,
     timeline: Timeline | None,
     limits: Limits,
+    references: References,
     model: str,
     stage: str,
     recipe: str,
@@ -81,7 +89,15 @@ def layer(
     selection = request.config.stash[SELECTION]
     reason = support(recipe, selection.groups[model], selection.device, stage)
     build = partial(
-        LayerMeasurement, selection.model(model), stage, recipe, execution, selection.device, timeline, limits
+        LayerMeasurement,
+        selection.model(model),
+        stage,
+        recipe,
+        execution,
+        selection.device,
+        timeline,
+        limits,
+        references,
     )
     return _shared(request, ("layer", model, stage, recipe, execution), reason, build)
 

@@ -34,6 +34,7 @@ class Part:
     kernels: list[KernelUse] | None = None
     peak_bytes: int | None = None
     held_bytes: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)  # relative, against BF16, by result
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Evidence:
     output_bytes: int = 0  # of the forward pass: not saved for the backward pass
 
     def summary(self, names: Sequence[str]) -> dict[str, Any]:
-        """What a results file says of these segments together: launches, seconds by category, bytes."""
+        """What a results file says of these segments together: launches, seconds by category, bytes, worst error."""
         parts = [self.parts[name] for name in names]
         uses = [use for part in parts for use in part.kernels or ()]
         seen = self.kernels_absent is None
@@ -60,6 +61,7 @@ class Evidence:
             "peak_bytes": max(peaks, default=None),
             "saved_bytes": None if forward is None else forward - self.output_bytes,
             "parameter_bytes": self.parameter_bytes,
+            "relative_error": max((error for part in parts for error in part.errors.values()), default=None),
         }
 
     def as_dict(self) -> dict[str, Any]:

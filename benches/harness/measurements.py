@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
 
+from benches.harness.accuracy import References, gemm_errors, layer_errors
 from benches.harness.evidence import Evidence, Part, check, collect, take_in_turn
 from benches.harness.stopwatch import REGIMES, CpuStopwatch, Figure, Limits, Stopwatch, Times
 from benches.harness.timeline import Timeline
@@ -106,8 +107,10 @@ class LayerMeasurement(SharedMeasurement):
         device: str,
         timeline: Timeline | None,
         limits: Limits,
+        references: References | None = None,
     ) -> None:
         super().__init__(timeline, limits)
+        self._config, self._references = config, references or References(device)
         self.key = "/".join(("layer", config.name, stage, recipe, execution))
         self.step = build_layer(config, stage, RECIPES[recipe], device, execution=execution)
         self.group, self._recipe = layer_linears(config), RECIPES[recipe]
@@ -138,7 +141,16 @@ class LayerMeasurement(SharedMeasurement):
             evidence.attention = self.step.captured.attention
         evidence.parameter_bytes, evidence.output_bytes = self.step.parameter_bytes, self.step.output_bytes
         check(evidence, planned, self._recipe.id)
+        for name, errors in self._errors().items():
+            evidence.parts[name].errors = errors
         return evidence
+
+    def _errors(self) -> dict[str, dict[str, float]]:
+        reference = self._references.of(self._config, self._recipe)
+        self._program_of_step.run_once()
+        errors = layer_errors(self.step.results(), reference)
+        self._program_of_step.reset()
+        return errors
 
     def segments(self, case: LayerCase) -> tuple[str, ...]:
         return LAYER_SEGMENTS[case.pass_name]
@@ -174,6 +186,8 @@ class GemmMeasurement(SharedMeasurement):
         planned = {f"{gemm.linear}/{gemm.pass_name}": planned_gemms([gemm], operands) for gemm in self.group.gemms()}
         evidence = collect(self.steps.in_layer(), self.steps.recorder, self._timeline)
         check(evidence, planned, self._recipe.id)
+        for name, errors in gemm_errors(self.steps).items():
+            evidence.parts[name].errors = errors
         return evidence
 
     def _pieces(self, linear: str, pass_name: str, mode: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 from shapes.cases import LAYER_PASSES, MODES, GemmCase, LayerCase
@@ -46,13 +46,14 @@ class Proof:
     """What an untimed round of a case did. None where it could not be seen.
 
     `launches` counts kernels, copies and memsets; `category_s` are their seconds by harness.kernels.CATEGORIES. The
-    peak and what is saved for the backward pass are in bytes.
+    peak and what is saved for the backward pass are in bytes. `relative_error` is that of its worst result.
     """
 
     launches: int | None = None
     category_s: Mapping[str, float] | None = None
     peak_bytes: int | None = None
     saved_bytes: int | None = None
+    relative_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Measurement(Generic[Case]):
 class LayerRow:
     """One stage in one recipe: seconds per pass, speedups of forward_backward over the bf16 reference stages.
 
-    `host_s` is what launching forward_backward takes the host, `proof` what it ran.
+    `host_s` is what launching forward_backward takes the host, `proof` what it ran, `errors` are by pass.
     """
 
     stage: str
@@ -94,6 +95,7 @@ class LayerRow:
     uncertainty: float | None  # of forward_backward: half the 95 % interval of its median, relative
     host_s: float | None = None
     proof: Proof = Proof()
+    errors: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -116,6 +118,7 @@ class GemmRow:
     gemm: Gemm
     seconds: Seconds
     launch_bound: frozenset[str]  # recipes
+    errors: Mapping[str, float | None] = field(default_factory=dict)  # relative, by recipe
 
     def tflops(self, recipe: str) -> float | None:
         """Achieved 1e12 floating-point operations per second."""
@@ -142,6 +145,11 @@ class GemmTable:
     def layer_s(self, recipe: str) -> float | None:
         """Seconds of all GEMMs of a layer."""
         return total(row.seconds.get(recipe) for row in self.rows)
+
+    def pass_error(self, pass_name: str, recipe: str) -> float | None:
+        """The worst relative error of the GEMMs of one pass; None unless all are known."""
+        errors = [row.errors.get(recipe) for row in self.rows if row.gemm.pass_name == pass_name]
+        return None if not errors or None in errors else max(errors)  # type: ignore[type-var]
 
     def model_s(self, recipe: str) -> float | None:
         """Seconds of all GEMMs of the model's layers."""
@@ -325,7 +333,7 @@ def _measurement(kind: type[Case], extra: Mapping[str, Any], stats: Mapping[str,
         launch_bound=bool(extra.get("launch_bound")),
         gemm=gemm,
         host_s=extra.get("host_median_s"),
-        proof=Proof(**{field.name: extra.get(field.name) for field in fields(Proof)}),
+        proof=Proof(**{one.name: extra.get(one.name) for one in fields(Proof)}),
         throttled=(extra.get("gpu_state") or {}).get("throttled"),
     )
 
@@ -352,7 +360,7 @@ def _config(name: str, entry: Mapping[str, Any]) -> ModelConfig | None:
     """None for shapes given by hand: they have no hidden size. Keys that are no field are left out."""
     if not entry.get("hidden_size"):
         return None
-    known = {field.name: entry[field.name] for field in fields(ModelConfig) if field.name in entry}
+    known = {one.name: entry[one.name] for one in fields(ModelConfig) if one.name in entry}
     try:
         return ModelConfig(**(known | {"name": name}))
     except (TypeError, ValueError) as error:
@@ -392,6 +400,7 @@ def _layer_row(
         uncertainty=whole.uncertainty if whole else None,
         host_s=whole.host_s if whole else None,
         proof=whole.proof if whole else Proof(),
+        errors={name: found.proof.relative_error if found else None for name, found in passes.items()},
     )
 
 
@@ -420,7 +429,9 @@ def _gemm_table(mode: str, group: LinearGroup, measured: Mapping[GemmCase, Measu
         # The shape that ran wins over the one that this version of the suite would run.
         gemm = next((one.gemm for one in found.values() if one and one.gemm), planned)
         slow = frozenset(recipe for recipe, one in found.items() if one and one.launch_bound)
-        rows.append(GemmRow(gemm, {recipe: one.median_s if one else None for recipe, one in found.items()}, slow))
+        seconds = {recipe: one.median_s if one else None for recipe, one in found.items()}
+        errors = {recipe: one.proof.relative_error if one else None for recipe, one in found.items()}
+        rows.append(GemmRow(gemm, seconds, slow, errors))
     shown = [recipe for recipe in rows[0].seconds if any(row.seconds[recipe] is not None for row in rows)]
     return GemmTable(mode, regime, tuple(shown), tuple(rows), group.repeats)
 

@@ -36,6 +36,11 @@ WORK = {  # columns of the table of what a step runs: names of harness.kernels.C
     "act": ("activation",),
     "rest": ("elementwise", "copy", "memset", "other"),
 }
+ERRORS = {"forward": "y", "backward": "grad"}  # passes and the heading of their errors
+ERROR_MEANING = (
+    f"Errors: relative, in the Frobenius norm, of the output and of the worst gradient, against torch_sdpa in "
+    f"{REFERENCE_RECIPE}."
+)
 UNITS = {"us": 1e6, "ms": 1e3}  # per second
 DASH = "-"
 MARK = "*"  # launch-bound
@@ -92,9 +97,11 @@ def times(ratio: float | None) -> str:
     return DASH if ratio is None else f"{significant(ratio, RATIO_DIGITS)}x"
 
 
-def percent(fraction: float | None) -> str:
-    """A fraction, as `12.3 %`."""
-    return DASH if fraction is None else f"{100 * fraction:.1f} %"
+def percent(fraction: float | None, digits: int | None = None) -> str:
+    """A fraction, as `12.3 %`; with that many significant digits, if so asked, and 0 as it is."""
+    if fraction is None:
+        return DASH
+    return f"{significant(100 * fraction, digits) if digits and fraction else f'{100 * fraction:.1f}'} %"
 
 
 def unit_for(seconds: Iterable[float | None]) -> str:
@@ -164,13 +171,15 @@ def _model_heading(model: ModelReport, page: Page) -> str:
 def _layer_table(table: LayerTable, page: Page) -> str:
     unit = unit_for(time for row in table.rows for time in row.seconds.values())
     lines, ends = [], set()
+    with_errors = any(error is not None for row in table.rows for error in row.errors.values())
     for index, row in enumerate(table.rows):
         passes = [
             Cell(significant(_scaled(row.seconds[name], unit), TIME_DIGITS), name in row.launch_bound)
             for name in LAYER_PASSES
         ]
         speedups = [Cell(times(row.speedups[stage])) for stage in REFERENCE_STAGES]
-        lines.append(Line((row.stage, row.label), (*passes, Cell(percent(row.uncertainty)), *speedups)))
+        errors = [Cell(percent(row.errors.get(name), 2)) for name in ERRORS] if with_errors else []
+        lines.append(Line((row.stage, row.label), (*passes, Cell(percent(row.uncertainty)), *speedups, *errors)))
         if row.stage != (table.rows[index - 1].stage if index else row.stage):
             ends.add(index - 1)
     headers = [
@@ -179,10 +188,11 @@ def _layer_table(table: LayerTable, page: Page) -> str:
         *(f"{name.replace('_', '_~')}~{unit}" for name in LAYER_PASSES),
         "+-",
         *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in REFERENCE_STAGES),
+        *(f"error~{label}" for label in (ERRORS.values() if with_errors else ())),
     ]
     title = (
         f"Layer in {unit}, regime {table.regime}. +-: half the 95 % interval of forward_backward's median. "
-        f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages."
+        f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages." + (f" {ERROR_MEANING}" if with_errors else "")
     )
     return _table(title, headers, lines, ends, page)
 
@@ -255,6 +265,10 @@ def _gemm_lines(model: ModelReport, table: GemmTable, unit: str) -> tuple[list[L
         lines.append(line((f"{table.repeats} layers", "in ms"), table.model_s, "ms", total=True))
     rates = tuple(Cell(significant(table.layer_tflops(recipe), RATIO_DIGITS)) for recipe in table.recipes)
     lines.append(Line(("layer", "TFLOP/s"), rates))
+    for name in PASSES:
+        errors = [table.pass_error(name, recipe) for recipe in table.recipes]
+        if any(errors):
+            lines.append(Line((f"{name} error", "worst"), tuple(Cell(percent(error, 2)) for error in errors)))
     if table.mode == MODES[0] and len(model.gemms) == len(MODES):
         shares = tuple(
             Cell(percent(model.quantization_share(recipe)) if RECIPES[recipe].quantized else "")

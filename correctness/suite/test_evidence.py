@@ -77,6 +77,14 @@ class TestCollecting:
         assert (summary["peak_bytes"], summary["saved_bytes"]) == (1000, 200)
         assert fake_evidence().summary(("backward",))["saved_bytes"] is None
 
+    def test_a_case_has_the_worst_error_of_its_segments(self) -> None:
+        """Of the output in forward, of all gradients in backward."""
+        evidence = fake_evidence()
+        evidence.parts["forward"].errors = {"y": 0.01}
+        evidence.parts["backward"].errors = {"dx": 0.02, "dqkv.weight": 0.03}
+        assert evidence.summary(("forward",))["relative_error"] == 0.01
+        assert evidence.summary(("forward", "backward"))["relative_error"] == 0.03
+
     def test_without_a_profiler_the_rest_is_there(self) -> None:
         """The field says why there are no kernels."""
         evidence = fake_evidence(blind="torch.profiler saw no kernels")
@@ -88,6 +96,7 @@ class TestCollecting:
             "peak_bytes": 1000,
             "saved_bytes": 200,
             "parameter_bytes": None,
+            "relative_error": None,
         }
         assert evidence.summary(("forward",))["launches"] is None
         assert evidence.parts["forward"].gemms == [FPROP]

@@ -402,6 +402,22 @@ def test_color_changes_no_character() -> None:
     assert [line.rstrip() for line in text.splitlines()] == plain.splitlines()
 
 
+def test_errors_stand_beside_times() -> None:
+    """Of a layer's output and gradients, and of the worst GEMM of each pass; nowhere in a file that has none."""
+    pytest.importorskip("rich")
+    results = results_of()
+    assert "error" not in render(analyse(results), 120)
+    for entry in results["benchmarks"]:
+        extra = entry["extra_info"]
+        of_backward = extra["pass_name"] in ("backward", "dgrad")
+        extra["relative_error"] = 0.0 if extra["recipe"] == "bf16" else 0.05 if of_backward else 0.0312
+    text = render(analyse(results), 120)
+    assert words_of(text, "te_layer      fp8_current_scaling").endswith(" 3.1 % 5.0 %")
+    assert words_of(text, "te_layer      bf16").endswith(" 0.0 % 0.0 %")
+    errors = [" ".join(line.split()) for line in text.splitlines() if line.startswith("dgrad error")]
+    assert errors == ["dgrad error worst 0.0 % 5.0 % 5.0 %"] * 2
+
+
 def test_launch_bound_times_are_marked() -> None:
     """A star stands beside the time of that pass, and the notes say what it means."""
     pytest.importorskip("rich")

@@ -472,7 +472,7 @@ def test_a_new_field_has_to_be_written_down(gpu_file: Any) -> None:
 def test_these_fields_may_be_missing_and_all_others_are_there(gpu_file: Any) -> None:
     """Those of which nothing is known, and a mark that is not set; a map may lack any entry."""
     validator = Draft202012Validator(JSON_SCHEMA)
-    maps = {"models", "evidence", "spent_s", "segments", "category_s", "throttle_reasons", "flash_attn"}
+    maps = {"models", "evidence", "errors", "spent_s", "segments", "category_s", "throttle_reasons", "flash_attn"}
     optional = set()
     for found in [found for name, found in ours(gpu_file) if name not in maps]:
         for key in list(found):
@@ -481,7 +481,7 @@ def test_these_fields_may_be_missing_and_all_others_are_there(gpu_file: Any) -> 
             optional |= {key} if validator.is_valid(gpu_file) else set()
             found.update(whole)
     in_a_state = {*GAUGES, "throttle_reasons", "throttled"}
-    assert optional == {*in_a_state, "gpu_state", "flash_attn", "absent", "nvml"}
+    assert optional == {*in_a_state, "gpu_state", "flash_attn", "absent", "nvml", "relative_error", "errors"}
 
 
 # --- the schema itself -----------------------------------------------------------------------------------------

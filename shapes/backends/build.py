@@ -90,6 +90,11 @@ class LayerStep:
         """One round: forward, then backward."""
         return Program((Segment("forward", self.forward), Segment("backward", self.backward)), self.drop_gradients)
 
+    def results(self) -> dict[str, Tensor]:
+        """Output `y` of the latest step, and its gradients: `dx`, and `d` before the names of weights."""
+        assert self.y is not None, "there is no result before a step"
+        return {"y": self.y.detach(), **{f"d{name}": gradient for name, gradient in self.gradients().items()}}
+
     @property
     def parameter_bytes(self) -> int:
         """Size of all parameters."""

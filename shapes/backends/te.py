@@ -337,6 +337,9 @@ def _gemm_function() -> Callable[..., Any]:
     return lambda a, b, **options: general_gemm(a, b, get_workspace(), **options)
 
 
+_ROLES = ("activation", "weight", "gradient")  # of x, w and dy
+
+
 class TeGemms:
     """The GEMMs of one linear as a te.Linear without bias calls them, and the quantizations around them, one by one.
 
@@ -365,6 +368,11 @@ class TeGemms:
         self.quantizers = {role: quantizer(recipe, role, data[role]) for role in data} if recipe.quantized else {}
         for role, maker in self.quantizers.items():
             self.operands[role] = maker(data[role])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is quantized: x, w and dy."""
+        return dict(zip(("x", "w", "dy"), (self.data[role] for role in _ROLES), strict=True))
 
     def _quantize(self, role: str) -> None:
         _tex().quantize(self.data[role], self.quantizers[role], self.operands[role], None)
