@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benches.harness import device as devices
+from benches.harness import planting
 from benches.harness.safety import check_options
-from benches.harness.stash import RESULTS, SELECTION, new_results
+from benches.harness.stash import PLANTS, RESULTS, SELECTION, new_results
 from shapes.cases import MODES
 from shapes.models import HYPERPARAMETERS, MODELS
 from shapes.recipes import RECIPES
@@ -32,8 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--graphs", action="store_true", help="layers also as CUDA graphs")
     weights_help = "cached: quantized layers also with weights quantized in an earlier microbatch"
     add("--weights", choices=("requantized", "cached"), default="requantized", help=weights_help)
+    plant_help = f"slow matching cases down, to see what a comparison catches; repeatable; {planting.FORM}"
+    add("--plant", action="append", default=[], metavar="REGEX=SIZE", help=plant_help.replace("%", "%%"))
     add("--no-fp8", action="store_true", help="leave out mxfp8")
     add("--no-fp4", action="store_true", help="leave out nvfp4")
+    journal_help = "new file for the journal; default: in .benchmarks, and deleted once the results are saved"
+    add("--journal", type=Path, metavar="FILE", help=journal_help)
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
             graphs=option("graphs"),
             cached_weights=option("weights") == "cached",
         )
+        config.stash[PLANTS] = [planting.parse(text) for text in option("plant")]
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     check_options(config)

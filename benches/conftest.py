@@ -11,7 +11,7 @@ import pytest
 
 from benches.harness.accuracy import References
 from benches.harness.controls import Controls
-from benches.harness.stash import RESULTS, SELECTION, spending
+from benches.harness.stash import PLANTS, RESULTS, SELECTION, spending
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
 from benches.harness.workbench import Workbench, keeps_traces
@@ -69,7 +69,9 @@ def _shared(request: pytest.FixtureRequest, key: tuple[str, ...], reason: str | 
         with spending(request.config, "controls"):
             controls.take_if_due()
     with spending(request.config, "building"):
-        return request.getfixturevalue("workbench").get(key, build, keeps_traces(request.config))
+        shared = request.getfixturevalue("workbench").get(key, build, keeps_traces(request.config))
+    shared.plants = request.config.stash[PLANTS]
+    return shared
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import cached_property
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benches.harness.accuracy import References, gemm_errors, layer_errors
 from benches.harness.evidence import Evidence, Part, check, collect, take_in_turn
+from benches.harness.planting import Plant, planted
 from benches.harness.stopwatch import REGIMES, CpuStopwatch, Figure, Limits, Stopwatch, Times
 from benches.harness.timeline import Timeline
 from benches.harness.workbench import Memo
@@ -35,6 +37,7 @@ class SharedMeasurement:
     """Something whose cases share measurements. `timeline` is the GPU's, or None on the CPU."""
 
     key: str  # under which a results file keeps its evidence
+    plants: Sequence[Plant] = ()  # slowdowns that were asked for
 
     def __init__(self, timeline: Timeline | None, limits: Limits) -> None:
         self._timeline, self._limits = timeline, limits
@@ -59,7 +62,17 @@ class SharedMeasurement:
         """What is run for a case by itself."""
         raise NotImplementedError
 
-    def _watch(self, program: Program) -> Stopwatch | CpuStopwatch:
+    def _like(self, case: Any) -> list[Any]:
+        """The case and those that are measured together with it."""
+        raise NotImplementedError
+
+    def _watch(self, program: Program, case: Any) -> Stopwatch | CpuStopwatch:
+        if self.plants:
+            names: dict[str, list[str]] = {segment.name: [] for segment in program.segments}
+            for other in self._like(case):
+                for name in self.segments(other):
+                    names[name].append(other.id)
+            program = planted(program, self.plants, names, self._timeline)
         return Stopwatch(program, self._timeline) if self._timeline else CpuStopwatch(program)
 
     def figure(self, case: Any, keep_trace: bool = False) -> Figure:
@@ -116,16 +129,23 @@ class LayerMeasurement(SharedMeasurement):
         self.group, self._recipe = layer_linears(config), RECIPES[recipe]
         self._emulated = self._recipe.quantized and STAGES[stage].backend == "torch"
         self._program_of_step = self.step.program()
+        self._watches: dict[str, Stopwatch | CpuStopwatch] = {}
 
-    @cached_property
-    def _step_watch(self) -> Stopwatch | CpuStopwatch:
-        return self._watch(self._program_of_step)
+    def _like(self, case: LayerCase) -> list[LayerCase]:
+        return [replace(case, pass_name=name) for name in LAYER_SEGMENTS]
+
+    def _step_watch(self, case: LayerCase) -> Stopwatch | CpuStopwatch:
+        """One for all regimes, unless what is planted in them may differ."""
+        regime = case.regime if self.plants else ""
+        if regime not in self._watches:
+            self._watches[regime] = self._watch(self._program_of_step, case)
+        return self._watches[regime]
 
     def _key(self, case: LayerCase) -> Hashable:
         return case.regime
 
     def _measure(self, case: LayerCase) -> Times:
-        return self._step_watch.time(REGIMES[case.regime], list(LAYER_SEGMENTS.values()), self._limits)
+        return self._step_watch(case).time(REGIMES[case.regime], list(LAYER_SEGMENTS.values()), self._limits)
 
     def _collect(self) -> Evidence:
         gemms = planned_gemms(self.group.gemms(), _operands(self._recipe, self._emulated))
@@ -179,7 +199,16 @@ class GemmMeasurement(SharedMeasurement):
         else:
             program, linears, passes = self._program(case), [case.linear], [case.pass_name]
         figures = [self._pieces(linear, name, mode) for linear in linears for name in passes for mode in MODES]
-        return self._watch(program).time(REGIMES[case.regime], figures, self._limits)
+        return self._watch(program, case).time(REGIMES[case.regime], figures, self._limits)
+
+    def _like(self, case: GemmCase) -> list[GemmCase]:
+        alone = (case.linear,), (case.pass_name,)
+        linears, passes = (self._linears, PASSES) if case.regime == "in_layer" else alone
+        modes = MODES if self._recipe.quantized else MODES[:1]
+        return [
+            replace(case, linear=linear, pass_name=name, mode=mode)
+            for linear, name, mode in itertools.product(linears, passes, modes)
+        ]
 
     def _collect(self) -> Evidence:
         operands = _operands(self._recipe, self._emulated)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict
+from datetime import datetime, timezone
+from shlex import quote
 from typing import Any
 
 import pytest
 
 from benches.harness import device as devices
+from benches.harness.journal import Journal, suite_info
 from benches.harness.medians import median
+from benches.harness.planting import Plant
 from benches.harness.replay import REPLAY
-from benches.harness.safety import end_in_order, save_elsewhere, undisturbed
-from benches.harness.stash import RESULTS, SELECTION, spending
+from benches.harness.safety import end_in_order, undisturbed
+from benches.harness.stash import JOURNAL, PLANTS, RESULTS, SELECTION, spending, until_now
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
 from benches.report.analysis import SCHEMA, analyse
@@ -77,23 +82,28 @@ def extra_info(
     return info
 
 
-def _suite_info(config: pytest.Config) -> dict[str, Any]:
-    """The part of a results file that says what was selected, and what has no time."""
-    selection, results = config.stash[SELECTION], config.stash[RESULTS]
+def _selected(config: pytest.Config) -> dict[str, Any]:
+    """The part of a results file that says what was asked for."""
+    selection = config.stash[SELECTION]
     models: dict[str, Any] = {model.name: {**asdict(model), "tokens": model.tokens} for model in selection.models}
     if selection.shapes:
         models[selection.shapes.name] = {"num_hidden_layers": 1, "tokens": None}
+    selected = config.stash[RESULTS]["selected"]
+    offered = [case.id for case in (*selection.layer_cases(), *selection.gemm_cases())] if selected else []
     return {
         "schema": SCHEMA,
         "sources": devices.source_digest(),  # not in machine_info, of which pytest-benchmark prints each change
         "device": selection.device,
         "models": models,
-        "not_measured": results["not_measured"],
-        "evidence": results["evidence"],
-        "controls": results["controls"],
-        "spent_s": {**results["spent_s"], "all": time.perf_counter() - results["began_s"]},
-        "not_run": max(0, results["selected"] - len(results["benchmarks"]) - len(results["not_measured"])),
+        "selected": selected,
+        "left_out": sorted(set(offered) - set(selected), key=offered.index),
+        "planted": [plant.text for plant in config.stash[PLANTS]],
     }
+
+
+def _suite_info(config: pytest.Config) -> dict[str, Any]:
+    """The suite's own part of a results file: what was asked for, what ran, and what has no time."""
+    return suite_info(_selected(config), until_now(config))
 
 
 def _machine_info(config: pytest.Config) -> dict[str, Any]:
@@ -109,9 +119,15 @@ def _machine_info(config: pytest.Config) -> dict[str, Any]:
 
 
 def _results(config: pytest.Config) -> dict[str, Any]:
-    """What was measured until now, as a results file without the single rounds."""
+    """What was measured until now, as a results file."""
     found = config.stash[RESULTS]["benchmarks"]
     return {"benchmarks": found, "machine_info": _machine_info(config) if found else {}, "suite": _suite_info(config)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any] | None:
+    """What the journal's header has already, if there is one: asking the CPU takes a while."""
+    return deepcopy(config.stash[RESULTS].get("host_info"))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -124,13 +140,44 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     """Add what was selected, and the cases that have no time."""
     output_json["suite"] = _suite_info(config)
+    config.stash[RESULTS]["saved"] = True  # if writing fails, pytest_sessionfinish takes it back
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Note each case that was skipped or failed, with the reason; a failure that killed the GPU ends the run."""
-    outcome = yield
-    report = outcome.get_result()  # type: ignore[attr-defined]
+def _begin_journal(config: pytest.Config) -> None:
+    """Have what is measured from now on outlive the process."""
+    hook = config.hook
+    machine_info = hook.pytest_benchmark_generate_machine_info(config=config)
+    config.stash[RESULTS]["host_info"] = deepcopy(machine_info)
+    hook.pytest_benchmark_update_machine_info(config=config, machine_info=machine_info)
+    commit_info = hook.pytest_benchmark_generate_commit_info(config=config)
+    hook.pytest_benchmark_update_commit_info(config=config, commit_info=commit_info)
+    header = {
+        "suite": _selected(config),
+        "machine_info": machine_info,
+        "commit_info": commit_info,
+        "datetime": datetime.now(timezone.utc).isoformat(),
+        "version": devices.declared_versions()["pytest-benchmark"],
+        "options": list(config.invocation_params.args),
+    }
+    config.stash[JOURNAL] = Journal(header, until_now(config), config.getoption("journal"))
+
+
+def _keep(config: pytest.Config) -> None:
+    if journal := config.stash.get(JOURNAL, None):
+        journal.keep(until_now(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note each case that was skipped or failed, and keep what has come since the last one."""
+    report = yield
+    _note_lost(item, report)
+    _keep(item.config)
+    return report
+
+
+def _note_lost(item: pytest.Item, report: Any) -> None:
+    """Note why a case has no time; a failure that killed the GPU ends the run."""
     case = case_of(item)
     if case is None or report.passed or report.when == "teardown":
         return
@@ -156,7 +203,6 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], N
             evidence = source.evidence(keep_trace)
         if benchmark.disabled:
             benchmark.pedantic(lambda: attempt(lambda: source.run_once(case), keep_trace))
-            config.stash[RESULTS]["selected"] -= 1  # it ran, and is to have no time
             return
         with spending(config, "measuring"):
             figure = source.figure(case, keep_trace)
@@ -165,7 +211,7 @@ def measure(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], N
         benchmark.group = case.group
         benchmark.extra_info.update(extra_info(case, figure, proof, config.stash[SELECTION]))
         REPLAY.play(benchmark, figure.samples_s)
-        config.stash[RESULTS]["benchmarks"].append(benchmark.stats.as_dict(include_data=False))
+        config.stash[RESULTS]["benchmarks"].append(benchmark.stats.as_dict())
 
     return run
 
@@ -178,7 +224,13 @@ def pytest_report_header(config: pytest.Config) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in devices.declared_versions().items())
     selection = config.stash[SELECTION]
     reason = "" if selection.device == "cuda" else f" ({devices.why_not_cuda() or 'as asked for'})"
-    return f"suite: device {selection.device}{reason}; {versions}"
+    return "\n".join([f"suite: device {selection.device}{reason}; {versions}", *_planted(config)])
+
+
+def _planted(config: pytest.Config) -> list[str]:
+    """A line that nobody overlooks, if anything was planted."""
+    texts = [plant.text for plant in config.stash[PLANTS]]
+    return [f"PLANTED, so these are no true times: {' '.join(texts)}"] if texts else []
 
 
 def _will_run(config: pytest.Config) -> bool:
@@ -186,17 +238,27 @@ def _will_run(config: pytest.Config) -> bool:
     return not any(config.getoption(name, False) for name in listing)
 
 
+def _measures(config: pytest.Config) -> bool:
+    """Whether cases are to have times: pytest-benchmark measures nothing where it is disabled or xdist is at work."""
+    option = config.getoption
+    disabled = option("benchmark_disable") and not option("benchmark_enable")
+    return not (disabled or option("dist", "no") != "no" or "PYTEST_XDIST_WORKER" in os.environ)
+
+
 @pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before anything runs: end with one line where cases cannot use the device, and load Transformer Engine.
+    """Before anything runs: end with one line where cases cannot use the device, load TE, begin the journal.
 
     TE comes before anything else that loads cuDNN: in an environment with two of them, both must use TE's.
     """
-    if not session.items or not _will_run(session.config):
+    config = session.config
+    if not session.items or not _will_run(config):
         return
-    device = session.config.stash[SELECTION].device
-    if cases := [item for item in session.items if case_of(item)]:
-        session.config.stash[RESULTS]["selected"] = len(cases)
+    device = config.stash[SELECTION].device
+    if missed := _plants_that_miss(session):
+        raise pytest.UsageError(f"--plant {missed[0].text!r} matches no selected case")
+    cases = list(dict.fromkeys(case.id for case in map(case_of, session.items) if case))
+    if cases:
         end_in_order()
         if reason := devices.unusable(device):
             raise pytest.UsageError(reason)
@@ -204,6 +266,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from shapes.backends.te import unsupported_reason
 
         unsupported_reason("bf16")
+    if cases and _measures(config):
+        config.stash[RESULTS]["selected"] = cases
+        _begin_journal(config)
+
+
+def _plants_that_miss(session: pytest.Session) -> list[Plant]:
+    ids = [case.id for item in session.items if (case := case_of(item))]
+    return [plant for plant in session.config.stash[PLANTS] if not any(map(plant.pattern.search, ids))]
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
@@ -221,6 +291,8 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     lines += [f"  not here: {reason}" for reason in reasons.values() if reason]
     if info["environment"]:
         lines.append("environment: " + " ".join(f"{name}={value}" for name, value in info["environment"].items()))
+    if journal := config.stash.get(JOURNAL, None):
+        lines.append(f"journal: {journal.path or 'none'}{journal.why}")
     return lines
 
 
@@ -247,27 +319,49 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             width = shutil.get_terminal_size((110, 24)).columns
             terminalreporter.ensure_newline()
             terminalreporter.write_line(render(analyse(json.loads(json.dumps(results))), width=width))
-        if trouble := config.stash[RESULTS].get("trouble"):
-            terminalreporter.write_line(f"ERROR: {trouble}", red=True)
+        for line in _planted(config):
+            terminalreporter.write_line(line, red=True)
+        _tell(config, terminalreporter)
+
+
+def _tell(config: pytest.Config, terminal: pytest.TerminalReporter) -> None:
+    """What could not be saved, and where it is."""
+    if trouble := config.stash[RESULTS].get("trouble"):
+        terminal.write_line(f"ERROR: {trouble}", red=True)
+    if place := _where_it_is(config):
+        terminal.write_line(place)
+
+
+def _is_unsaved(config: pytest.Config) -> bool:
+    results = config.stash[RESULTS]
+    return bool(results["benchmarks"]) and not results["saved"]
+
+
+def _where_it_is(config: pytest.Config) -> str | None:
+    """Where what was measured is, if pytest-benchmark did not save it; or the journal, if not where it should be."""
+    if not (journal := config.stash.get(JOURNAL, None)):
+        return None
+    if _is_unsaved(config) and journal.path:
+        command = f"python -m benches.journal {quote(str(journal.path))} -o RESULTS.json"
+        return f"not saved: `{command}` makes a results file of it{journal.why}"
+    misplaced = journal.troubles and (journal.chosen or _is_unsaved(config))
+    return f"journal: {journal.path or 'none'}{journal.why}" if misplaced else None
 
 
 @pytest.hookimpl(wrapper=True)  # around pytest-benchmark's, within the terminal's
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Where pytest-benchmark cannot save, say so in one line and save elsewhere."""
+    """Where pytest-benchmark cannot save, say so in one line; the journal is kept unless it could."""
+    results = session.config.stash[RESULTS]
     with undisturbed():
         try:
             return (yield)
         except Exception as error:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
-            line = f"pytest-benchmark could not finish: {in_one_line(error)}; {_saved_elsewhere(session.config)}"
-            session.config.stash[RESULTS]["trouble"] = line
-
-
-def _saved_elsewhere(config: pytest.Config) -> str:
-    results = _results(config)
-    if not results["benchmarks"]:
-        return "nothing was measured"
-    try:
-        return f"what was measured is in {save_elsewhere(results)}"
-    except OSError as error:
-        return f"nor could what was measured be saved elsewhere: {in_one_line(error)}"
+            results["trouble"] = f"pytest-benchmark could not finish: {in_one_line(error)}"
+            results["saved"] = False
+        finally:
+            if journal := session.config.stash.get(JOURNAL, None):
+                journal.close(until_now(session.config), wanted=_is_unsaved(session.config))
+            terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+            if terminal and session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:  # then there is no summary
+                _tell(session.config, terminal)

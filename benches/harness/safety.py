@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from decimal import Decimal
 from pathlib import Path
 from types import FrameType
@@ -25,7 +22,7 @@ _replaced: dict[int, Any] = {}  # what end_in_order put its own handler in the p
 
 
 def check_options(config: pytest.Config) -> None:
-    """Raise pytest.UsageError, in one line, for options of pytest-benchmark that would fail after the measuring."""
+    """Raise pytest.UsageError, in one line, for options that would fail, or lose something, after the measuring."""
     seconds = Decimal(config.getoption("benchmark_max_time"))
     if not seconds.is_finite() or seconds < 0:
         raise pytest.UsageError(f"--benchmark-max-time={seconds}: must be a number of seconds, 0 or more")
@@ -34,6 +31,11 @@ def check_options(config: pytest.Config) -> None:
     path = config.getoption("benchmark_json")  # before pytest-benchmark 5.3 an open file: then it can be written
     if isinstance(path, Path) and (reason := not_writable(path)):
         raise pytest.UsageError(f"--benchmark-json={path}: {reason}")
+    journal = config.getoption("journal")
+    if journal and (reason := not_writable(journal) or _holds_something(journal)):
+        raise pytest.UsageError(f"--journal={journal}: {reason}")
+    if journal and isinstance(path, Path) and journal.absolute() == path.absolute():
+        raise pytest.UsageError(f"--journal={journal}: --benchmark-json writes to the same file")
 
 
 def not_writable(path: Path) -> str | None:
@@ -46,6 +48,11 @@ def not_writable(path: Path) -> str | None:
         return None if os.access(path if path.exists() else path.absolute().parent, os.W_OK) else "cannot be written"
     except OSError as error:  # a name too long
         return error.strerror
+
+
+def _holds_something(path: Path) -> str | None:
+    """A run that is begun again must not overwrite what the one that was killed has left."""
+    return "is not empty; a journal overwrites nothing" if path.is_file() and path.stat().st_size else None
 
 
 def end_in_order() -> None:
@@ -77,13 +84,3 @@ def undisturbed() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         _replaced.clear()
-
-
-def save_elsewhere(results: dict[str, Any]) -> Path:
-    """Write a results file to the temporary folder. Raises OSError where that cannot be written either."""
-    stamp = datetime.now(timezone.utc)
-    with tempfile.NamedTemporaryFile(
-        "w", prefix=f"results-{stamp:%Y%m%d-%H%M%S}-", suffix=".json", delete=False
-    ) as file:
-        json.dump({**results, "commit_info": {}, "datetime": stamp.isoformat(), "version": ""}, file)
-    return Path(file.name)

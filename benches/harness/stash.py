@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from benches.harness.journal import Journal
+from benches.harness.planting import Plant
 from shapes.selection import Selection
 
 SELECTION = pytest.StashKey[Selection]()
+PLANTS = pytest.StashKey[list[Plant]]()
 RESULTS = pytest.StashKey[dict[str, Any]]()  # what a results file is made of, as it comes
+JOURNAL = pytest.StashKey[Journal]()  # only of a run that is to measure something
 
 
 def new_results() -> dict[str, Any]:
@@ -22,10 +26,17 @@ def new_results() -> dict[str, Any]:
         "not_measured": [],
         "evidence": {},
         "controls": [],
-        "selected": 0,
+        "selected": [],  # ids of the cases that are to have a time
         "spent_s": {},
         "began_s": time.perf_counter(),
+        "saved": False,
     }
+
+
+def until_now(config: pytest.Config) -> dict[str, Any]:
+    """RESULTS, where `spent_s` also has the seconds of the whole run until now, as `all`."""
+    results = config.stash[RESULTS]
+    return {**results, "spent_s": {**results["spent_s"], "all": time.perf_counter() - results["began_s"]}}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benches.harness.journal import read
 from benches.report.analysis import analyse
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,7 @@ def run(folder: Path, fault: str) -> tuple[int, str, dict[str, Any]]:
         "--device=cpu",
         "--benchmark-max-time=0.02",
         f"--benchmark-json={folder / 'out.json'}",
+        f"--journal={folder / 'out.jsonl'}",
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "benches/bench_layers.py", *names, *options],
@@ -61,7 +64,16 @@ def run(folder: Path, fault: str) -> tuple[int, str, dict[str, Any]]:
         capture_output=True,
         timeout=120,
     )
-    return done.returncode, done.stdout, json.loads((folder / "out.json").read_text())
+    results = json.loads((folder / "out.json").read_text())
+    assert_same(read((folder / "out.jsonl").read_text()).results, results)
+    return done.returncode, done.stdout, results
+
+
+def assert_same(recovered: dict[str, Any], saved: dict[str, Any]) -> None:
+    """The journal lacks nothing that the file has."""
+    assert recovered["benchmarks"] == saved["benchmarks"]
+    for name in ("selected", "not_measured", "evidence", "not_run"):
+        assert recovered["suite"][name] == saved["suite"][name]
 
 
 def test_out_of_memory_fails_the_case_and_the_suite_goes_on(tmp_path: Path) -> None:
@@ -125,18 +137,25 @@ def test_what_would_fail_after_measuring_is_refused_before(option: str, words: s
     assert words in line
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_results_that_cannot_be_saved_are_saved_elsewhere(tmp_path: Path) -> None:
-    """The disk fills up while the suite measures: one line says where the file went, and it is complete."""
-    options = ("--benchmark-max-time=0.02", "--benchmark-json=/dev/full")
+    """The disk fills up while the suite measures: one line says where the journal went, and it is complete."""
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    options = ("--benchmark-max-time=0.02", "--benchmark-json=/dev/full", f"--journal={full}")
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command(*options), cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "Traceback" not in done.stdout + done.stderr
-    (path,) = tmp_path.glob("results-*.json")
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ERROR: ")]
-    assert "No space left on device" in line
-    assert line.endswith(str(path))
-    results = json.loads(path.read_text())
+    (path,) = tmp_path.glob("journal-*.jsonl")
+    lines = [line for line in done.stdout.splitlines() if "No space left on device" in line]
+    assert lines == [
+        f"journal: {path} ({full}: No space left on device)",
+        "ERROR: pytest-benchmark could not finish: OSError: [Errno 28] No space left on device",
+        f"not saved: `python -m benches.journal {path} -o RESULTS.json` makes a results file of it"
+        f" ({full}: No space left on device)",
+    ]
+    results = read(path.read_text()).results
     assert len(results["benchmarks"]) == 6
     analyse(results)
 
@@ -145,7 +164,7 @@ def test_results_that_cannot_be_saved_are_saved_elsewhere(tmp_path: Path) -> Non
 def test_a_run_that_is_ended_saves_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
     """A batch system, a lost terminal and Ctrl-C: the file has the cases before, and says how many never ran."""
     path = tmp_path / "out.json"
-    options = ("--benchmark-max-time=3", f"--benchmark-json={path}", "-v")
+    options = ("--benchmark-max-time=3", f"--benchmark-json={path}", f"--journal={tmp_path / 'out.jsonl'}", "-v")
     with subprocess.Popen(command(*options), cwd=ROOT, text=True, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         for line in run.stdout:
@@ -156,6 +175,7 @@ def test_a_run_that_is_ended_saves_what_it_has(tmp_path: Path, number: signal.Si
         code = run.wait(60)
     results = json.loads(path.read_text())
     assert len(results["benchmarks"]) == results["suite"]["not_run"] == 3
+    assert_same(read((tmp_path / "out.jsonl").read_text()).results, results)
     # Python 3.11 may give a frame that was interrupted no line number, on which pytest fails after all is saved.
     if sys.version_info[:2] != (3, 11) or code == pytest.ExitCode.INTERRUPTED:
         assert code == pytest.ExitCode.INTERRUPTED
@@ -167,7 +187,7 @@ def test_a_second_signal_does_not_stop_the_saving(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     (tmp_path / "impatient.py").write_text(
         "import os, signal\n"
-        "def pytest_benchmark_update_commit_info(config, commit_info):\n"  # while the file is being made
+        "def pytest_benchmark_update_json(config):\n"  # while the file is being made
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
     )
@@ -180,6 +200,8 @@ def test_a_second_signal_does_not_stop_the_saving(tmp_path: Path) -> None:
         timeout=120,
     )
     assert len(json.loads(path.read_text())["benchmarks"]) == 6
+    (journal,) = re.findall(r"^journal: (\S+)$", done.stdout, re.MULTILINE)
+    assert not (ROOT / journal).exists(), "it is not needed once the results are saved"
     assert "Traceback" not in done.stdout + done.stderr
     assert done.returncode == pytest.ExitCode.OK
 

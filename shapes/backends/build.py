@@ -37,8 +37,9 @@ class LayerStep:
 
     x and dy are (micro_batch_size, sequence_length, hidden_size). dy is random, not ones: all-equal gradients are
     quantized without error and draw less power than real ones. With `cached_weights` the first step is the first of
-    its microbatches and all others reuse its quantized weights. `recorder` collects the GEMMs of a step and
-    `watch_attention` the choice of its attention backend, unless they were `captured` as CUDA graphs.
+    its microbatches and all others reuse its quantized weights, until `first_microbatch` is set to True again.
+    `recorder` collects the GEMMs of a step and `watch_attention` the choice of its attention backend, unless they were
+    `captured` as CUDA graphs.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LayerStep:
         self.layer, self.context = layer, context
         self.recorder, self.watch_attention = recorder, watch_attention
         self.captured: Captured | None = None
-        self._options = {"is_first_microbatch": True} if cached_weights else {}
+        self.first_microbatch = True if cached_weights else None
         parameters = dict(layer.named_parameters())
         self.weights = {name: parameters[path] for name, path in weight_paths.items() if path in parameters}
         generator = torch.Generator(device).manual_seed(seed)
@@ -70,10 +71,11 @@ class LayerStep:
 
     def forward(self) -> None:
         """The forward pass; the recipe's autocast covers it and nothing else."""
+        options = {} if self.first_microbatch is None else {"is_first_microbatch": self.first_microbatch}
         with self.context():
-            self.y = self.layer(self.x, **self._options)
-        if self._options:
-            self._options = {"is_first_microbatch": False}
+            self.y = self.layer(self.x, **options)
+        if self.first_microbatch:
+            self.first_microbatch = False
 
     def backward(self) -> None:
         """The gradients of the input and of every weight."""

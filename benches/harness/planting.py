@@ -1,0 +1,89 @@
+"""Planted slowdowns: real work added to chosen cases, so that anyone can see on their machine what a gate catches."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from benches.harness.medians import median
+from benches.harness.stopwatch import REGIMES, CpuStopwatch, Limits, Stopwatch
+from benches.harness.timeline import Timeline
+from shapes.program import Program, Segment
+
+FORM = "REGEX=3%, REGEX=+2us or REGEX=host+50us"
+_SIZE = re.compile(r"(?P<percent>\d+(\.\d+)?)%|(?P<host>host)?\+(?P<us>\d+(\.\d+)?)us")
+LOOK = Limits(max_time_s=0.3)  # how long a segment takes, to within a percent of what is planted
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Work that matching segments get: a share of their device time, seconds of the device, or seconds of the host."""
+
+    text: str
+    pattern: re.Pattern[str]
+    share: float = 0.0
+    device_s: float = 0.0
+    host_s: float = 0.0
+
+
+def parse(text: str) -> Plant:
+    """A plant from its option. Raises ValueError, in one line, for anything of another form."""
+    pattern, equals, size = text.rpartition("=")
+    match = _SIZE.fullmatch(size)
+    if not (equals and pattern and match):
+        raise ValueError(f"--plant {text!r}: must be {FORM}")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--plant {text!r}: {pattern!r} is no regular expression: {error}") from None
+    if match["percent"]:
+        return Plant(text, compiled, share=float(match["percent"]) / 100)
+    seconds = float(match["us"]) * 1e-6
+    return Plant(text, compiled, host_s=seconds) if match["host"] else Plant(text, compiled, device_s=seconds)
+
+
+def planted(
+    program: Program, plants: Sequence[Plant], names: Mapping[str, Sequence[str]], timeline: Timeline | None
+) -> Program:
+    """The program with the work of those plants that match one of a segment's names added at the segment's end.
+
+    On a GPU device work is a kernel that spins; on a CPU, where `timeline` is None, the host is kept busy.
+    """
+    chosen = {
+        segment.name: [plant for plant in plants if any(plant.pattern.search(name) for name in names[segment.name])]
+        for segment in program.segments
+    }
+    if not any(chosen.values()):
+        return program
+    seconds = _seconds(program, timeline) if any(plant.share for found in chosen.values() for plant in found) else {}
+    segments = []
+    for segment in program.segments:
+        device_s = sum(plant.share * seconds.get(segment.name, 0.0) + plant.device_s for plant in chosen[segment.name])
+        host_s = sum(plant.host_s for plant in chosen[segment.name])
+        delay = timeline.spin if timeline else _busy
+        segments.append(Segment(segment.name, partial(_run, segment.run, delay, device_s, host_s)))
+    return Program(tuple(segments), program.reset)
+
+
+def _seconds(program: Program, timeline: Timeline | None) -> dict[str, float]:
+    """Device time of each segment."""
+    watch = Stopwatch(program, timeline) if timeline else CpuStopwatch(program)
+    times = watch.time(REGIMES["rested"], [(segment.name,) for segment in program.segments], LOOK)
+    return {name: median(samples) for name, samples in times.device_s.items()}
+
+
+def _run(run: Callable[[], object], delay: Callable[[float], None], device_s: float, host_s: float) -> None:
+    if host_s:
+        _busy(host_s)
+    run()
+    if device_s:
+        delay(device_s)
+
+
+def _busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
