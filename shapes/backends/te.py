@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from shapes.backends.executed import ExecutedGemm, plain_format
 from shapes.backends.torch_layers import Parts
 from shapes.gemms import PASSES, Linear
 from shapes.models import ModelConfig
-from shapes.recipes import TENSOR, Recipe
+from shapes.recipes import RECIPES, TENSOR, Recipe
 from shapes.stages import Stage
 
 # recipe id -> class in transformer_engine.common.recipe, and te's query for support
@@ -120,11 +121,11 @@ def version() -> str:
     return str(transformer_engine.__version__)
 
 
-def te_recipe(recipe: Recipe) -> Any:
-    """A new recipe object of TE with TE's defaults. Attention may change the object, so it is never shared."""
+def te_recipe(recipe: Recipe, **options: Any) -> Any:
+    """A new recipe object of TE with TE's defaults but for `options`. Attention may change it: it is never shared."""
     import transformer_engine.common.recipe as recipes
 
-    return getattr(recipes, _RECIPES[recipe.id][0])()
+    return getattr(recipes, _RECIPES[recipe.id][0])(**options)
 
 
 class Autocast:
@@ -323,6 +324,128 @@ def quantizer(recipe: Recipe, role: str, data: Tensor) -> Any:
     if hasattr(result, "optimize_for_gemm"):  # TE 2.12 and newer: scales in the layout that the GEMM wants
         result.optimize_for_gemm = recipe.id != "nvfp4" or all(size % 128 == 0 for size in data.shape)
     return result
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a quantized tensor, brought from TE's layout into the tensor's own axes.
+
+    codes          (rows, columns), uint8, one element each
+    inverse_scale  shape () for one per tensor, else one per block: float32, or codes of E8M0 or E4M3 (uint8). Blocks of
+                   NVFP4 are single rows (or columns) here, for 16 x 16 blocks too
+    amax           shape (), the largest magnitude that TE keeps, or None
+    """
+
+    codes: Tensor
+    inverse_scale: Tensor
+    amax: Tensor | None = None
+
+
+def quantized(recipe: Recipe, role: str, data: Tensor, **options: Any) -> dict[int, Copy]:
+    """The row- and column-wise copies (1 and 0, the dimension that a GEMM contracts) that TE makes of a tensor's data.
+
+    `options` are attributes of TE's quantizer, as `force_pow_2_scales`, `amax_epsilon`, `scale` or
+    `stochastic_rounding`. Raises AttributeError for one that it does not have.
+    """
+    maker = quantizer(recipe, role, data)
+    if hasattr(maker, "optimize_for_gemm"):
+        maker.optimize_for_gemm = False  # scales in the order of their blocks
+    for name, value in options.items():
+        getattr(maker, name)
+        setattr(maker, name, value)
+    copies = copies_of(maker(data), *data.shape)
+    if recipe.history:  # the maximum is noted in the quantizer, and enters the history from there
+        return {dim: replace(copy, amax=maker.amax.reshape(())) for dim, copy in copies.items()}
+    return copies
+
+
+def copies_of(tensor: Any, rows: int, columns: int) -> dict[int, Copy]:
+    """The copies in TE's storage of a quantized tensor; see Copy. Raises KeyError for a storage that is not known."""
+    kind = next((kind for kind in _STORAGES if kind in type(tensor).__name__), type(tensor).__name__)
+    return _STORAGES[kind](tensor.get_metadata(), rows, columns)
+
+
+def _per_tensor_copies(stored: dict[str, Any], rows: int, columns: int) -> dict[int, Copy]:
+    """One scale; on GPUs whose GEMMs take any layout one buffer serves both."""
+    codes, transposed, scale = stored["data"], stored["data_transpose"], stored["fp8_scale_inv"].reshape(())
+    other = codes if transposed is None else transposed.view(columns, rows).T
+    return {1: Copy(codes.view(rows, columns), scale), 0: Copy(other, scale)}
+
+
+def _block_copies(stored: dict[str, Any], rows: int, columns: int) -> dict[int, Copy]:
+    """Column-wise data are transposed. Scales of 1 x 128 are too, the row-wise ones, and padded to a multiple of 4."""
+    row_codes, column_codes = stored["rowwise_data"], stored["columnwise_data"].view(columns, rows).T
+    row_scales, column_scales = stored["rowwise_scale_inv"], stored["columnwise_scale_inv"]
+    block_rows, block_columns = -(-rows // 128), -(-columns // 128)
+    if stored["is_2D_scaled"]:
+        row_scales, column_scales = row_scales[:, :block_columns], column_scales[:, :block_rows].T
+    else:
+        row_scales, column_scales = row_scales[:, :rows].T, column_scales[:, :columns]
+    return {1: Copy(row_codes.view(rows, columns), row_scales), 0: Copy(column_codes, column_scales)}
+
+
+def _mxfp8_copies(stored: dict[str, Any], rows: int, columns: int) -> dict[int, Copy]:
+    """Nothing is transposed; scales are padded to 128 lines and 4 blocks."""
+    row_scales = stored["rowwise_scale_inv"][:rows, : columns // 32]
+    column_scales = stored["columnwise_scale_inv"][: rows // 32, :columns]
+    return {
+        1: Copy(stored["rowwise_data"].view(rows, columns), row_scales),
+        0: Copy(stored["columnwise_data"].view(rows, columns), column_scales),
+    }
+
+
+def _nvfp4_copies(stored: dict[str, Any], rows: int, columns: int) -> dict[int, Copy]:
+    """Two codes per byte, the first in the lower half. Column-wise data and scales are transposed, scales padded."""
+
+    def unpacked(data: Tensor, lines: int) -> Tensor:
+        data = data.view(torch.uint8).view(lines, -1)
+        return torch.stack([data & 0xF, data >> 4], dim=2).view(lines, -1)
+
+    row_scales = stored["rowwise_scale_inv"].view(torch.uint8)[:rows, : columns // 16]
+    column_scales = stored["columnwise_scale_inv"].view(torch.uint8)[:columns, : rows // 16]
+    return {
+        1: Copy(unpacked(stored["rowwise_data"], rows), row_scales, stored["amax_rowwise"].reshape(())),
+        0: Copy(unpacked(stored["columnwise_data"], columns).T, column_scales.T, stored["amax_columnwise"].reshape(())),
+    }
+
+
+# What the name of TE's storage contains, and how it is read: pytorch/tensor/storage/*.py and `get_scale_shape` in
+# pytorch/tensor/*.py.
+_STORAGES: dict[str, Callable[[dict[str, Any], int, int], dict[int, Copy]]] = {
+    "Float8Tensor": _per_tensor_copies,
+    "Float8Blockwise": _block_copies,
+    "MXFP8": _mxfp8_copies,
+    "NVFP4": _nvfp4_copies,
+}
+
+
+class DelayedLinear:
+    """A te.Linear without bias under delayed scaling, and the state of its scales. `options` are DelayedScaling's."""
+
+    def __init__(self, in_features: int, out_features: int, device: str, **options: Any) -> None:
+        _forget_earlier_layers()
+        self.linear = modules().Linear(
+            in_features, out_features, bias=False, params_dtype=torch.bfloat16, device=device
+        )
+        self.recipe = te_recipe(RECIPES["fp8_delayed_scaling"], **options)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in)."""
+        return self.linear.weight
+
+    def step(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Forward and backward for x (tokens, in) and dy (tokens, out); returns y (tokens, out)."""
+        with modules().autocast(enabled=True, recipe=self.recipe):
+            y = self.linear(x.detach().requires_grad_())
+        y.backward(dy)
+        return y.detach()
+
+    def scales(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By operand, after a first step: scale (shape ()) and maxima (history,), those of the step under way first."""
+        forward, backward = (self.linear.fp8_meta[f"scaling_{direction}"] for direction in ("fwd", "bwd"))
+        places = {"x": (forward, 0), "w": (forward, 1), "dy": (backward, 0)}
+        return {name: (state.scale[index], state.amax_history[:, index]) for name, (state, index) in places.items()}
 
 
 @cache

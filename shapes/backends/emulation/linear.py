@@ -1,7 +1,6 @@
 """A linear layer, and its three GEMMs one by one, with operands quantized as Transformer Engine does it.
 
-Products accumulate in float32 and are then cast to the compute dtype. Not in it yet: the random Hadamard transform
-and the stochastic rounding that TE applies for nvfp4 (the former to both operands of wgrad, the latter to gradients).
+Products accumulate in float32 and are then cast to the compute dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shapes.backends.emulation.scaling import Quantized, Quantizer
+from shapes.backends.emulation.scaling import Quantized, Quantizer, gemm_factor
 from shapes.gemms import Linear
 from shapes.recipes import Recipe
 
@@ -37,22 +36,32 @@ def gemm(pass_name: str, operands: Mapping[str, _Matrix], dtype: torch.dtype, bi
     to the accumulated product, before the one cast to `dtype`. Raises KeyError for an unknown pass.
     """
     (a, a_dim), (b, b_dim) = _CONTRACTED[pass_name]
-    (a_matrix, a_factor), (b_matrix, b_factor) = _factors(operands[a], a_dim), _factors(operands[b], b_dim)
+    first, second = _copy(operands[a], a_dim), _copy(operands[b], b_dim)
+    a_matrix, b_matrix = _matrix(first), _matrix(second)
     product = (a_matrix if a_dim == 1 else a_matrix.T) @ (b_matrix if b_dim == 0 else b_matrix.T)
-    if a_factor is not None and b_factor is not None:
-        product = product * (a_factor * b_factor)
+    if isinstance(first, Quantized) and isinstance(second, Quantized):
+        product = product * gemm_factor(first, second)
     if bias is not None:
         product = product + bias.float()
     return product.to(dtype)
 
 
-def _factors(operand: _Matrix, dim: int) -> tuple[Tensor, Tensor | None]:
-    return (operand, None) if isinstance(operand, Tensor) else operand[dim].factors()
+def _copy(operand: _Matrix, dim: int) -> Tensor | Quantized:
+    return operand if isinstance(operand, Tensor) else operand[dim]
 
 
-def _quantizers(recipe: Recipe, device: torch.device | str) -> dict[str, Quantizer]:
-    operands = {"x": recipe.activation, "w": recipe.weight, "dy": recipe.gradient}
-    return {name: Quantizer(operand, recipe, device) for name, operand in operands.items()}
+def _matrix(copy: Tensor | Quantized) -> Tensor:
+    return copy if isinstance(copy, Tensor) else copy.factors()[0]
+
+
+def _quantizers(recipe: Recipe, device: torch.device | str, seed: int = 0) -> dict[str, Quantizer]:
+    """Of x, w and dy. With two levels of scales, NVFP4's, gradients are rounded stochastically."""
+    stochastic = recipe.scale == "e4m3 and float32"
+    return {
+        "x": Quantizer(recipe.activation, recipe, device),
+        "w": Quantizer(recipe.weight, recipe, device),
+        "dy": Quantizer(recipe.gradient, recipe, device, stochastic=stochastic, seed=seed),
+    }
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -87,7 +96,8 @@ class EmulatedLinear(nn.Module):
     """A linear layer whose GEMMs, forward and backward, have operands quantized by a recipe.
 
     fprop contracts `in`, dgrad `out`, wgrad `tokens`; blocks of an operand lie along what is contracted. Parameters:
-    `weight` (out, in) and `bias` (out,) or None, in `dtype`, initialized as torch.nn.Linear does.
+    `weight` (out, in) and `bias` (out,) or None, in `dtype`, initialized as torch.nn.Linear does. `seed` is that of
+    stochastic rounding, where the recipe has it.
 
     Raises ValueError for a recipe that does not quantize.
     """
@@ -100,9 +110,10 @@ class EmulatedLinear(nn.Module):
         recipe: Recipe,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        self.quantizers = _quantizers(recipe, device)
+        self.quantizers = _quantizers(recipe, device, seed)
         self.in_features, self.out_features, self.recipe = in_features, out_features, recipe
         plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.weight, self.bias = plain.weight, plain.bias
@@ -133,8 +144,8 @@ class EmulatedGemms:
     Tensors are in the recipe's compute dtype: x (tokens, in) standard normal, w (out, in) normal with deviation
     1 / sqrt(in), so that outputs are of order 1, and dy (tokens, out) normal with deviation 1e-3, the order of a
     gradient. `quantize_x`, `quantize_w`, `quantize_dy` quantize for both GEMMs that an operand enters, as a training
-    step does; they are None for a recipe that does not quantize. GEMMs use the latest quantized operands; there are
-    some from the start, with a delayed scale's history filled.
+    step does; they are None for a recipe that does not quantize. GEMMs use the latest quantized operands, `operands`;
+    there are some from the start, with a delayed scale's history filled. Stochastic rounding has the same seed.
 
     Raises ValueError for sizes that the recipe cannot run.
     """
@@ -148,9 +159,9 @@ class EmulatedGemms:
             raise ValueError(reason)
         self.dtype: torch.dtype = getattr(torch, recipe.compute_dtype)
         self.tensors = _random_tensors(linear, self.dtype, device, seed)
-        self._operands: dict[str, _Matrix] = dict(self.tensors)
+        self.operands: dict[str, _Matrix] = dict(self.tensors)
         if recipe.quantized:
-            self._quantizers = _quantizers(recipe, device)
+            self.quantizers = _quantizers(recipe, device, seed)
             self.quantize_x, self.quantize_w, self.quantize_dy = (
                 partial(self._quantize, name) for name in self.tensors
             )
@@ -158,20 +169,20 @@ class EmulatedGemms:
                 self._quantize(name)
 
     def _quantize(self, name: str) -> None:
-        self._operands[name] = self._quantizers[name](self.tensors[name])
-        self._quantizers[name].end_step()
+        self.operands[name] = self.quantizers[name](self.tensors[name])
+        self.quantizers[name].end_step()
 
     def fprop(self) -> Tensor:
         """(tokens, out) in the compute dtype."""
-        return gemm("fprop", self._operands, self.dtype)
+        return gemm("fprop", self.operands, self.dtype)
 
     def dgrad(self) -> Tensor:
         """(tokens, in) in the compute dtype."""
-        return gemm("dgrad", self._operands, self.dtype)
+        return gemm("dgrad", self.operands, self.dtype)
 
     def wgrad(self) -> Tensor:
         """(out, in) in the compute dtype."""
-        return gemm("wgrad", self._operands, self.dtype)
+        return gemm("wgrad", self.operands, self.dtype)
 
 
 def _random_tensors(linear: Linear, dtype: torch.dtype, device: torch.device | str, seed: int) -> dict[str, Tensor]:
