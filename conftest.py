@@ -8,8 +8,9 @@ import pytest
 
 from benches.harness import device as devices
 from benches.harness import planting
+from benches.harness.gatekeeper import Gatekeeper, choose_baseline
 from benches.harness.safety import check_options
-from benches.harness.stash import PLANTS, RESULTS, SELECTION, new_results
+from benches.harness.stash import GATE, PLANTS, RESULTS, SELECTION, new_results
 from shapes.cases import MODES
 from shapes.models import HYPERPARAMETERS, MODELS
 from shapes.recipes import RECIPES
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--graphs", action="store_true", help="layers also as CUDA graphs")
     weights_help = "cached: quantized layers also with weights quantized in an earlier microbatch"
     add("--weights", choices=("requantized", "cached"), default="requantized", help=weights_help)
+    strict_help = "with --benchmark-compare: fail for unresolved and changed cases and for skips too"
+    add("--gate-strict", action="store_true", help=strict_help)
     plant_help = f"slow matching cases down, to see what a comparison catches; repeatable; {planting.FORM}"
     add("--plant", action="append", default=[], metavar="REGEX=SIZE", help=plant_help.replace("%", "%%"))
     add("--no-fp8", action="store_true", help="leave out mxfp8")
@@ -73,3 +76,5 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     check_options(config)
     config.stash[RESULTS] = new_results()
+    choose_baseline(config, device)
+    config.stash[GATE] = Gatekeeper(bool(option("benchmark_compare")), option("gate_strict"))

@@ -16,7 +16,8 @@ nox.options.reuse_venv = "yes"
 
 MEASURING = ["pytest>=8.4", "pytest-benchmark>=5.1", "hypothesis>=6.100", "numpy>=1.26"]
 REPORTING = ["rich>=13", "matplotlib>=3.8", "nvidia-ml-py>=12"]
-CHECKING = ["scipy>=1.11", "ml_dtypes>=0.5", "jsonschema>=4.18"]  # only tests use them
+JUDGING = ["scipy>=1.11"]
+CHECKING = [*JUDGING, "ml_dtypes>=0.5", "jsonschema>=4.18"]  # but for the first only tests use them
 LINTING = ["ruff==0.17.6", "mypy==2.4.1"]
 TORCH = "torch==2.13.0"
 TRANSFORMER_ENGINE = "transformer_engine[pytorch]>=2.9"
@@ -49,14 +50,37 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "benches", "--benchmark-autosave", *session.posargs)
 
 
+def _fresh_runs(session: nox.Session, count: int, options: list[str]) -> list[str]:
+    """Results files of the benchmarks in that many fresh processes; the options select them."""
+    files = [f"{session.create_tmp()}/run{number}.json" for number in range(1, count + 1)]
+    for file in files:
+        session.run("python", "-m", "pytest", "benches", "-q", f"--benchmark-json={file}", *options)
+    return files
+
+
 @nox.session(venv_params=VENV, default=False)
 def noise(session: nox.Session) -> None:
     """Run-to-run spread: the benchmarks in six fresh processes; also as noise.json. What follows `--` selects them."""
     _set_up(session, *MEASURING, *REPORTING)
-    files = [f"{session.create_tmp()}/run{number}.json" for number in range(1, 7)]
-    for file in files:
-        session.run("python", "-m", "pytest", "benches", "-q", f"--benchmark-json={file}", *session.posargs)
-    session.run("python", "-m", "benches.noise", *files, "--json=noise.json")
+    session.run("python", "-m", "benches.noise", *_fresh_runs(session, 6, session.posargs), "--json=noise.json")
+
+
+@nox.session(venv_params=VENV, default=False)
+def baseline(session: nox.Session) -> None:
+    """A baseline of five fresh processes, and what it changes; `-- --replace` stores it, `-- --add` adds the runs."""
+    _set_up(session, *MEASURING, *REPORTING, *JUDGING)
+    asked = [option for option in session.posargs if option in ("--add", "--replace")]
+    files = _fresh_runs(session, 5, [option for option in session.posargs if option not in asked])
+    session.run("python", "-m", "benches.baseline", *files, *asked)
+
+
+@nox.session(venv_params=VENV, default=False)
+def check(session: nox.Session) -> None:
+    """Three fresh processes judged together against the stored baseline; `-- --strict` for the strict gate."""
+    _set_up(session, *MEASURING, *REPORTING, *JUDGING)
+    strict = [option for option in session.posargs if option == "--strict"]
+    files = _fresh_runs(session, 3, [option for option in session.posargs if option not in strict])
+    session.run("python", "-m", "benches.gate", *files, *strict)
 
 
 @nox.session(venv_params=VENV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,9 @@ import pytest
 
 from benches.harness.accuracy import References
 from benches.harness.controls import Controls
-from benches.harness.stash import PLANTS, RESULTS, SELECTION, spending
+from benches.harness.gatekeeper import PAUSE_S
+from benches.harness.plugin import now
+from benches.harness.stash import GATE, PLANTS, RESULTS, SELECTION, spending
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
 from benches.harness.workbench import Workbench, keeps_traces
@@ -61,6 +64,15 @@ def controls(pytestconfig: pytest.Config, timeline: Timeline | None, limits: Lim
             controls.take()
 
 
+@pytest.fixture(scope="session")
+def second_look(pytestconfig: pytest.Config, workbench: Workbench, timeline: Timeline | None) -> Iterator[None]:
+    """After the last case, measures again what seems slower than the baseline."""
+    yield
+    rest = partial(timeline.rest if timeline else time.sleep, PAUSE_S)
+    with spending(pytestconfig, "second_look"):
+        pytestconfig.stash[GATE].measure_again(now(pytestconfig), workbench, rest)
+
+
 def _shared(request: pytest.FixtureRequest, key: tuple[str, ...], reason: str | None, build: Any) -> Any:
     if reason:
         pytest.skip(reason)
@@ -71,6 +83,16 @@ def _shared(request: pytest.FixtureRequest, key: tuple[str, ...], reason: str | 
     with spending(request.config, "building"):
         shared = request.getfixturevalue("workbench").get(key, build, keeps_traces(request.config))
     shared.plants = request.config.stash[PLANTS]
+    keeper = request.config.stash[GATE]
+    if keeper.judges and not request.config.getoption("benchmark_disable"):
+        keeper.builders[shared.key] = partial(_with_plants, build, shared.plants)
+        request.getfixturevalue("second_look")
+    return shared
+
+
+def _with_plants(build: Any, plants: Any) -> Any:
+    shared = build()
+    shared.plants = plants
     return shared
 
 

@@ -35,6 +35,21 @@ def gpu_count() -> int:
     return count.value
 
 
+def gpu_model() -> dict[str, str] | None:
+    """Name and compute capability of the GPU, from the CUDA driver: nothing heavy is imported. None without one."""
+    if not gpu_count():
+        return None
+    driver, name = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(256)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    # 75 and 76: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR (CUDA driver API, CUdevice_attribute).
+    failed = driver.cuDeviceGetName(name, len(name), 0)
+    failed |= driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)
+    failed |= driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)
+    if failed:
+        return None
+    return {"name": name.value.decode(), "compute_capability": f"{major.value}.{minor.value}"}
+
+
 def why_not_cuda() -> str | None:
     """Why the GPU suite cannot run here, or None if it can. Imports nothing heavy."""
     if not gpu_count():

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from benches.harness import device as devices
+from benches.harness.gatekeeper import baseline_name
 from benches.harness.journal import Journal, suite_info
 from benches.harness.medians import median
 from benches.harness.planting import Plant
 from benches.harness.replay import REPLAY
 from benches.harness.safety import end_in_order, undisturbed
-from benches.harness.stash import JOURNAL, PLANTS, RESULTS, SELECTION, spending, until_now
+from benches.harness.stash import GATE, JOURNAL, PLANTS, RESULTS, SELECTION, spending, until_now
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
 from benches.report.analysis import SCHEMA, analyse
@@ -124,6 +125,12 @@ def _results(config: pytest.Config) -> dict[str, Any]:
     return {"benchmarks": found, "machine_info": _machine_info(config) if found else {}, "suite": _suite_info(config)}
 
 
+def now(config: pytest.Config) -> dict[str, Any]:
+    """The same, with what is known of the host."""
+    known = config.stash[RESULTS].get("host_info") or {}
+    return _results(config) | {"machine_info": {**known, **_machine_info(config)}}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any] | None:
     """What the journal's header has already, if there is one: asking the CPU takes a while."""
@@ -141,6 +148,11 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
     """Add what was selected, and the cases that have no time."""
     output_json["suite"] = _suite_info(config)
     config.stash[RESULTS]["saved"] = True  # if writing fails, pytest_sessionfinish takes it back
+
+
+def pytest_benchmark_compare_machine_info(config: pytest.Config, compared_benchmark: dict[str, Any]) -> None:
+    """What pytest-benchmark compares with is also what the gate judges against."""
+    config.stash[GATE].add(compared_benchmark, baseline_name(config))
 
 
 def _begin_journal(config: pytest.Config) -> None:
@@ -269,6 +281,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if cases and _measures(config):
         config.stash[RESULTS]["selected"] = cases
         _begin_journal(config)
+        config.stash[GATE].check(now(config))
 
 
 def _plants_that_miss(session: pytest.Session) -> list[Plant]:
@@ -319,6 +332,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             width = shutil.get_terminal_size((110, 24)).columns
             terminalreporter.ensure_newline()
             terminalreporter.write_line(render(analyse(json.loads(json.dumps(results))), width=width))
+        if (keeper := config.stash[GATE]).judges and config.stash[RESULTS]["selected"]:
+            terminalreporter.section("gate")
+            terminalreporter.write_line(keeper.report())
         for line in _planted(config):
             terminalreporter.write_line(line, red=True)
         _tell(config, terminalreporter)
@@ -354,6 +370,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     results = session.config.stash[RESULTS]
     with undisturbed():
         try:
+            if (keeper := session.config.stash[GATE]).judges and results["selected"]:
+                keeper.judge(now(session.config))
+                session.exitstatus = session.exitstatus or keeper.exit_code()
             return (yield)
         except Exception as error:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benches.harness.gatekeeper import Gatekeeper
 from benches.harness.journal import Journal
 from benches.harness.planting import Plant
 from shapes.selection import Selection
@@ -16,6 +17,7 @@ from shapes.selection import Selection
 SELECTION = pytest.StashKey[Selection]()
 PLANTS = pytest.StashKey[list[Plant]]()
 RESULTS = pytest.StashKey[dict[str, Any]]()  # what a results file is made of, as it comes
+GATE = pytest.StashKey[Gatekeeper]()
 JOURNAL = pytest.StashKey[Journal]()  # only of a run that is to measure something
 
 

@@ -18,6 +18,7 @@ import torch
 from jsonschema import Draft202012Validator  # type: ignore
 
 from benches.harness import controls, kernels
+from benches.harness.baselines import pool
 from benches.harness.controls import Absent, Controls
 from benches.harness.device import DEVICES
 from benches.harness.gpu_state import GAUGES, REASONS, GpuWatch, throttled
@@ -350,6 +351,18 @@ def test_stored_baselines_are_as_the_schema_says() -> None:
     """All that are in the repository."""
     assert BASELINES
     assert [f"{path.name}: {one}" for path in BASELINES for one in problems(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_baseline_is_a_results_file(gpu_file: Any, cpu_file: Any) -> None:
+    """Of several runs, on a GPU and on a CPU; what a run of it says is written down, too."""
+    for file in (gpu_file, cpu_file):
+        suite = {key: value for key, value in file["suite"].items() if key != "planted"}
+        baseline = pool([file | {"suite": suite, "datetime": f"2026-01-0{day}"} for day in (1, 2)])
+        assert problems(json.dumps(baseline)) == []
+        for found in (baseline["suite"]["runs"][0], first(baseline)["runs"][0]):
+            found["unheard_of"] = 1
+            assert [line.split(":")[0] for line in problems(json.dumps(baseline))] == ["schema"]
+            del found["unheard_of"]
 
 
 # --- what is no results file -----------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""Pool runs of fresh processes into the baseline of their machine, and show what that changes.
+
+    python -m benches.baseline RUN.json [RUN2.json ...] [--add] [--replace] [-o FILE]
+
+Without --replace nothing is written: the new baseline is judged against the stored one, and what differs is shown. With
+--add the runs are added to the stored one, as those of another day or of another board of the same model are. FILE is
+by default the machine's: under benches/baselines/<gpu>/ for a GPU, under .benchmarks/ for a CPU. Imports neither torch
+nor pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.harness.baselines import default_file, pool, read, read_json
+from benches.report.analysis import MALFORMED, USAGE_ERROR
+from shapes.printing import print_text
+
+ENOUGH_RUNS = 5  # fewer say little of how much a case differs from run to run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 4 after one line on stderr for runs that make no baseline."""
+    parser = argparse.ArgumentParser(prog="python -m benches.baseline", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="written with --benchmark-json")
+    parser.add_argument("--add", action="store_true", help="add the runs to the stored baseline")
+    parser.add_argument("--replace", action="store_true", help="write the baseline; otherwise only show what changes")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: the machine's own place")
+    options = parser.parse_args(arguments)
+    try:
+        lines = _pool(options.runs, options.output, options.add, options.replace)
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        return _refuse(" ".join(str(error).split()))
+    except MALFORMED as error:
+        return _refuse(f"not a usable results file ({type(error).__name__}: {error})")
+    except ImportError:
+        return _refuse("`pip install scipy` lets the gate compute")
+    return print_text("\n".join(lines))
+
+
+def _pool(paths: Sequence[Path], output: Path | None, add: bool, replace: bool) -> list[str]:
+    runs = [read_json(path) for path in paths]
+    for path, run in zip(paths, runs, strict=True):
+        read(run, str(path))  # names the file that is none
+    file = output or default_file(runs[0])
+    stored = read_json(file) if file.exists() else None
+    if add and stored is None:
+        raise ValueError(f"--add: there is no baseline {file}")
+    pooled = pool(runs, stored if add else None)
+    lines = [] if stored is None else [_compared(stored, pooled, file)]
+    count = len(pooled["suite"]["runs"])
+    if count < ENOUGH_RUNS:
+        lines.append(f"{count} runs: {ENOUGH_RUNS} or more say how much a case differs from run to run")
+    if replace or stored is None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {count} runs")
+    else:
+        lines.append(f"{file} is as it was; --replace writes the new one")
+    return lines
+
+
+def _compared(stored: Any, pooled: Any, file: Path) -> str:
+    """The gate's report of the new baseline against the stored one, or why there is none."""
+    from benches.harness.judging import judge
+    from benches.report.verdicts import render
+
+    try:
+        return render(judge(read(stored, str(file)), read(pooled, "the new baseline")))
+    except ValueError as error:
+        return f"not comparable with the stored one: {error}"
+
+
+def slim(results: Any) -> Any:
+    """Without what nobody compares: all but a few facts of the CPU, and digits beyond the sixth."""
+    known = ("arch", "bits", "count", "brand_raw", "vendor_id_raw")
+    cpu = results["machine_info"].get("cpu") or {}
+    machine = results["machine_info"] | {"cpu": {name: cpu[name] for name in known if name in cpu}}
+    return _rounded(results | {"machine_info": machine})
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if abs(value) < 1e6 else round(value, 3)
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
+
+
+def _refuse(line: str) -> int:
+    print(f"benches.baseline: {line}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

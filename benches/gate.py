@@ -1,0 +1,106 @@
+"""Is anything slower than the stored baseline, how sure is that, and what changed?
+
+    python -m benches.gate NOW.json [NOW2.json ...] [--baseline FILE] [--json OUT] [--strict] [--noise NOISE.json]
+
+Several files are runs of fresh processes, judged together. Without --baseline it is the stored one of the machine that
+measured. Exit codes: 0; 1 where a case is SLOWER or MISSING, and with --strict also for UNRESOLVED, CHANGED and cases
+without a time; 4 where files cannot be compared. `benches.harness.judging` says what verdicts mean. Imports neither
+torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benches.harness.baselines import Results, folder, load, read_json, stored, together
+from benches.report.analysis import MALFORMED, USAGE_ERROR
+from benches.report.verdicts import render
+from shapes.printing import print_text
+
+if TYPE_CHECKING:
+    from benches.harness.judging import Outcome
+    from benches.harness.moderation import Scatter
+
+NO_SCIPY = "`pip install scipy` lets the gate compute"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, after one line on stderr for files that cannot be compared."""
+    parser = argparse.ArgumentParser(prog="python -m benches.gate", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("now", nargs="+", type=Path, metavar="NOW.json", help="written with --benchmark-json")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="or another run; default: the machine's stored one"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write every verdict with its numbers")
+    parser.add_argument("--strict", action="store_true", help="fail UNRESOLVED, CHANGED and skips as well")
+    parser.add_argument("--noise", type=Path, metavar="NOISE.json", help="written by python -m benches.noise --json")
+    options = parser.parse_args(arguments)
+    try:
+        now = together([load(path) for path in options.now])
+        outcome = _judged(load(options.baseline or _stored(now)), now, options.noise)
+        text = render(outcome, options.strict)
+        if options.json:
+            options.json.write_text(json.dumps(as_dict(outcome, options.strict), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        return _refuse(" ".join(str(error).split()))
+    except ImportError as error:
+        return _refuse(f"{error}; {NO_SCIPY}")
+    return print_text(text) or outcome.exit_code(options.strict)
+
+
+def _stored(now: Results) -> Path:
+    machine_info = now.raw["machine_info"]
+    if found := stored(machine_info):
+        return found
+    raise ValueError(f"no baseline of {now.machine} in {folder(machine_info)}: name one with --baseline")
+
+
+def _judged(before: Results, now: Results, noise: Path | None) -> Outcome:
+    from benches.harness.judging import judge
+
+    try:
+        return judge(before, now, _learned(noise) if noise else None)
+    except MALFORMED as error:
+        raise ValueError(f"{now.name}, {before.name}: not usable ({type(error).__name__}: {error})") from None
+
+
+def _learned(noise: Path) -> Scatter | None:
+    from benches.harness.judging import scatter
+
+    spreads = read_json(noise)
+    try:
+        if not isinstance(spreads, list):
+            raise ValueError("no list")
+        return scatter(spreads)
+    except (ValueError, *MALFORMED) as error:
+        raise ValueError(f"{noise}: not what python -m benches.noise --json writes ({error})") from None
+
+
+def as_dict(outcome: Outcome, strict: bool = False) -> dict[str, Any]:
+    """An outcome for JSON: counts, exit code, controls, notes, and every finding with its numbers."""
+    found = [finding.time.detectable for finding in outcome.judged if finding.time]
+    return {
+        "exit_code": outcome.exit_code(strict),
+        "strict": strict,
+        "counts": outcome.counts,
+        "detectable": {"median": median(found), "largest": max(found)} if found else None,
+        **asdict(outcome),
+    }
+
+
+def _refuse(line: str) -> int:
+    print(f"benches.gate: {line}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

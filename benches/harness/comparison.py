@@ -1,0 +1,369 @@
+"""The gate's statistics: what is slower than a baseline, how sure that is, and what could have been seen.
+
+Per case d = log(time now / time before) - the shift that the controls lead to expect. Times are medians over runs of
+fresh processes: an odd run cannot move them far. d's variance adds up what is known to move it:
+
+- the case's own differences from run to run, moderated by those of its kind (`moderation`);
+- the controls' differences from run to run, times the case's share of what they stand for;
+- how far cases follow their controls: a part of the shift;
+- the board, where it is another one: boards differ by more than the controls say.
+
+The degrees of freedom of the sum are Satterthwaite's (Biometrics Bulletin 2 (1946), 110-114). SLOWER is one-sided,
+with Holm's correction over all judged cases (Scandinavian Journal of Statistics 6 (1979), 65-70), which holds however
+the cases depend on each other; FASTER is another such family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtr, stdtrit
+
+from benches.harness.moderation import Array, Key, Moderated, Scatter, moderate
+
+# One run in a hundred of which nothing has changed may be told apart from its baseline, half of these as slower.
+ALPHA = 0.005
+CONFIDENCE = 0.95  # of the interval, which decides on SAME
+POWER = 0.95  # of the detectable effect, as it is stated
+PLANNED_POWER = 0.97  # as it is computed: deviations are estimates themselves
+
+FLOOR = 0.01
+FLOOR_NOISES = 3.0
+FLOOR_S = 0.5e-6  # what CUDA's events resolve
+WIDEST_SAME = 0.05  # a case so noisy that its floor is above this is not called the same for differing by less
+HOST_FLOOR = 0.2  # measured: 12 % (layers) and 43 % (GEMMs) from process to process
+
+# Var(median of n) / Var(one), n from 0, of a normal distribution; from 11 on pi / (2 n), which is no smaller.
+MEDIAN_VARIANCE = (np.nan, 1.0, 0.5, 0.4487, 0.2982, 0.2868, 0.2147, 0.2104, 0.1682, 0.1661, 0.1383)
+
+FEWEST_OF_THE_BOARD = 3  # runs, for a board to be compared with itself alone
+# Of a control from process to process: measured 0.04 to 0.06 %, and on CPUs that others share some percent.
+CONTROL_DEVIATIONS = {"cuda": 0.001, "cpu": 0.03}
+CONTROL_DF = 4.0  # what is stated counts as much as so many runs
+
+# How well controls tell what cases do, from the same cases on three H200 boards whose controls were up to 2.5 % apart.
+# Rested cases of two boards were off by 0.2 to 0.35 % (root mean square) where controls agreed within 0.4 %, and by 0.4
+# to 0.7 %, at most 1.9 %, where they shifted by 1.3 to 1.8 %: 0.25 % for each board, and 0.3 of the shift. The controls
+# are rested, but what runs back to back is at the power limit, where boards differ by more, and otherwise: layers were
+# off by 1.7 %, at most 3.7 %.
+FOLLOWING = {"rested": 0.3, "in_layer": 0.3, "sustained": 0.5}
+BOARD_DEVIATIONS = {"rested": 0.0025, "in_layer": 0.003, "sustained": 0.012}
+NO_CONTROL_DEVIATION = 0.025  # of boards, for what no control stands for
+HOST_BOARD_DEVIATION = 0.25  # another board is in another host
+STATED_DF = 10.0  # of these two: three pairs of boards are few, and a pair has many cases
+
+
+@dataclass(frozen=True)
+class Table:
+    """Logs of seconds: a row for each case or control, a column for each run, NaN where there is none; and boards."""
+
+    logs: Array
+    boards: NDArray[np.str_]
+
+
+@dataclass(frozen=True)
+class Centre:
+    """Middle of each row's runs: the mean over boards of the median of a board's runs.
+
+    `factor` is its variance over that of one run; `shares` has each board's weight in each row.
+    """
+
+    log_s: Array
+    factor: Array
+    shares: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Controls:
+    """Controls before and now, a row each, and how much of each case each of them stands for: (cases, controls)."""
+
+    before: Table
+    now: Table
+    weights: Array
+    device: str = "cuda"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The shift that controls lead to expect of each case, in logs, and the two parts of its variance.
+
+    `control` comes from the controls' own differences from run to run, with `control_df`; `following` from how well
+    cases follow them. `uncontrolled` is the share of a case for which there is no control.
+    """
+
+    shift: Array
+    control: Array
+    control_df: Array
+    following: Array
+    uncontrolled: Array
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cases now against before, in logs: corrected difference, standard error, degrees of freedom, and noise.
+
+    `noise` is the standard deviation of one run; `stated` says where it is not from runs of these cases.
+    """
+
+    before: Array
+    now: Array
+    shift: Array
+    difference: Array
+    error: Array
+    df: Array
+    noise: Array
+    stated: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What can be said of each case. Differences in logs; p values are corrected for the number of cases.
+
+    `low` and `high` are the ends of the difference's interval; `detectable` is the smallest slowdown that is found
+    with POWER; `verdicts` are of SLOWER, FASTER, SAME, UNRESOLVED.
+    """
+
+    floor: Array
+    low: Array
+    high: Array
+    p_slower: Array
+    p_faster: Array
+    detectable: Array
+    verdicts: NDArray[np.str_]
+
+
+def middle(logs: Array) -> tuple[Array, NDArray[np.int64]]:
+    """Median of each row's numbers, and how many there are. NaN where there is none."""
+    ordered = np.sort(logs, axis=1)  # NaN come last
+    count = np.isfinite(ordered).sum(axis=1)
+    ranks = np.stack([np.maximum(count - 1, 0) // 2, np.minimum(count // 2, max(logs.shape[1] - 1, 0))], axis=1)
+    return np.take_along_axis(ordered, ranks, axis=1).mean(axis=1), count
+
+
+def median_variance(count: NDArray[np.int64]) -> Array:
+    """Variance of the median of so many normal numbers over that of one."""
+    largest = len(MEDIAN_VARIANCE) - 1
+    return np.where(
+        count > largest, np.pi / 2 / np.maximum(count, 1), np.array(MEDIAN_VARIANCE)[np.minimum(count, largest)]
+    )
+
+
+def centre(table: Table) -> Centre:
+    """The middle of each row, over boards and runs."""
+    boards = [str(board) for board in np.unique(table.boards)]
+    found = [middle(table.logs[:, table.boards == board]) for board in boards]
+    counts = np.stack([count for _, count in found])
+    shares = (counts > 0) / np.maximum((counts > 0).sum(axis=0), 1)
+    parts = np.where(counts > 0, shares * np.stack([logs for logs, _ in found]), 0.0).sum(axis=0)
+    factor = np.where(counts > 0, shares**2 * median_variance(counts), 0.0).sum(axis=0)
+    nothing = ~(counts > 0).any(axis=0)
+    return Centre(np.where(nothing, np.nan, parts), factor, dict(zip(boards, shares, strict=True)))
+
+
+def within_boards(*tables: Table) -> tuple[Array, Array]:
+    """Variance of each row's runs about the mean of their board and table, and its degrees of freedom."""
+    squares, df = np.zeros(len(tables[0].logs)), np.zeros(len(tables[0].logs))
+    for table in tables:
+        for board in np.unique(table.boards):
+            logs = table.logs[:, table.boards == board]
+            there = np.isfinite(logs)
+            count = there.sum(axis=1)
+            mean = np.where(there, logs, 0.0).sum(axis=1) / np.maximum(count, 1)
+            squares += np.where(there, (logs - mean[:, None]) ** 2, 0.0).sum(axis=1)
+            df += np.maximum(count - 1, 0)
+    return squares / np.maximum(df, 1), df
+
+
+def of_the_board(before: Table, now: Table) -> Table:
+    """`before`, where all runs now are of one board, without other boards' runs of cases that it has often enough."""
+    if len(set(now.boards)) > 1:
+        return before
+    own = before.boards == now.boards[0]
+    enough = np.isfinite(before.logs[:, own]).sum(axis=1) >= FEWEST_OF_THE_BOARD
+    return Table(np.where(enough[:, None] & ~own, np.nan, before.logs), before.boards)
+
+
+def expected(before: Centre, now: Centre, controls: Controls, following: Array) -> Expected:
+    """What controls lead to expect of cases.
+
+    Controls are weighed by board as the case's runs are. One that lacks on either side stands for nothing.
+    """
+    variance, df = within_boards(controls.before, controls.now)
+    stated = CONTROL_DEVIATIONS[controls.device] ** 2
+    moderated = (CONTROL_DF * stated + df * variance) / (CONTROL_DF + df)
+    shift, factor = np.zeros_like(controls.weights), np.zeros_like(controls.weights)
+    for sign, of_cases, table in ((-1, before, controls.before), (1, now, controls.now)):
+        for board, share in of_cases.shares.items():
+            logs, count = middle(table.logs[:, table.boards == board])
+            used = np.where(share[:, None] > 0, share[:, None], np.nan)
+            shift += np.where(share[:, None] > 0, sign * used * logs, 0.0)
+            factor += np.where(share[:, None] > 0, used**2 * median_variance(count), 0.0)
+    known = np.isfinite(shift) & np.isfinite(factor)
+    weights = np.where(known, controls.weights, 0.0)
+    parts = weights * np.where(known, shift, 0.0)
+    variances = weights**2 * np.where(known, factor, 0.0) * moderated
+    control = variances.sum(axis=1)
+    return Expected(
+        shift=parts.sum(axis=1),
+        control=control,
+        control_df=_satterthwaite(variances.T, np.broadcast_to(CONTROL_DF + df, variances.shape).T),
+        following=(following * np.abs(parts).sum(axis=1)) ** 2,
+        uncontrolled=1 - weights.sum(axis=1),
+    )
+
+
+def unexpected(cases: int) -> Expected:
+    """No control stands for these cases, and none is needed."""
+    nothing = np.zeros(cases)
+    return Expected(nothing, nothing, nothing + 1.0, nothing, nothing)
+
+
+def _satterthwaite(variances: Array, df: Array) -> Array:
+    """Degrees of freedom of the sum over the first axis."""
+    whole = variances.sum(axis=0)
+    parts = (variances**2 / df).sum(axis=0)
+    return np.where(parts > 0, whole**2 / np.where(parts > 0, parts, 1.0), df.max(axis=0))
+
+
+def _boards_apart(before: Centre, now: Centre) -> Array:
+    """By how many variances of a board two centres differ: 0 for the same boards, 2 for one board and another."""
+    nothing = np.zeros(len(before.log_s))
+    boards = {*before.shares, *now.shares}
+    return sum(((now.shares.get(one, nothing) - before.shares.get(one, nothing)) ** 2 for one in boards), nothing)
+
+
+def between_boards(before: Table, stated: Array, kinds: NDArray[np.str_]) -> Array:
+    """Variance of a board's part in each case: as stated, and where `before` has several boards, as its cases show.
+
+    `before` is corrected for its controls, `kinds` are regimes. The stated variance counts as much as one board.
+    """
+    boards = np.unique(before.boards)
+    variance = stated**2
+    if len(boards) < 2:
+        return variance
+    middles = np.stack([middle(before.logs[:, before.boards == board])[0] for board in boards])
+    seen = np.isfinite(middles).all(axis=0)
+    for kind in np.unique(kinds):
+        rows = (kinds == kind) & seen
+        if rows.any():
+            found = float(middles[:, rows].var(axis=0, ddof=1).mean())
+            variance = np.where(kinds == kind, (stated**2 + (len(boards) - 1) * found) / len(boards), variance)
+    return variance
+
+
+def compare(
+    before: Table,
+    now: Table,
+    keys: Sequence[Key],
+    stated: Array,
+    apart: Array,
+    controls: Controls | None = None,
+    others: Scatter | None = None,
+) -> Comparison:
+    """Compare cases, a row each in both tables. `stated` are deviations to assume where there is too little to learn.
+
+    `apart` are deviations between boards; `others` are variances to learn from, as of a noise file.
+    """
+    regimes = np.array([key[1] for key in keys])
+    own = of_the_board(before, now)
+    was, found = centre(own), centre(now)
+    following = np.array([FOLLOWING.get(key[1], 0.5) for key in keys])
+    shift = expected(was, found, controls, following) if controls else unexpected(len(keys))
+    difference = found.log_s - was.log_s - shift.shift
+    factor = was.factor + found.factor
+    moderated = moderate(Scatter(keys, *within_boards(before, now)), others, stated)
+    moderated = _at_least_as_they_differ(moderated, keys, difference, factor)
+    boards = (
+        between_boards(_corrected(before, controls), apart, regimes) + (NO_CONTROL_DEVIATION * shift.uncontrolled) ** 2
+    )
+    variances = np.stack(
+        [moderated.variance * factor, shift.control, shift.following, boards * _boards_apart(was, found)]
+    )
+    df = np.stack([moderated.df, shift.control_df, np.full(len(keys), STATED_DF), np.full(len(keys), STATED_DF)])
+    return Comparison(
+        before=was.log_s,
+        now=found.log_s,
+        shift=shift.shift,
+        difference=difference,
+        error=np.sqrt(variances.sum(axis=0)),
+        df=_satterthwaite(variances, df),
+        noise=np.sqrt(moderated.variance),
+        stated=moderated.stated,
+    )
+
+
+def _corrected(before: Table, controls: Controls | None) -> Table:
+    """Logs less what the controls of their board are: only differences between boards mean anything."""
+    if controls is None:
+        return before
+    logs, boards = before.logs.copy(), np.unique(before.boards)
+    levels = np.stack([middle(controls.before.logs[:, controls.before.boards == board])[0] for board in boards])
+    levels = np.where(np.isfinite(levels).all(axis=0), levels, 0.0)  # a control that a board lacks corrects none
+    for board, level in zip(boards, levels, strict=True):
+        logs[:, before.boards == board] -= (controls.weights @ level)[:, None]
+    return Table(logs, before.boards)
+
+
+def _at_least_as_they_differ(moderated: Moderated, keys: Sequence[Key], difference: Array, factor: Array) -> Moderated:
+    """Where noise is only stated, it is not less than what most cases of a kind show: differences about their median.
+
+    By the median absolute deviation, for cases of which most have not changed. This GPU may be a noisier one.
+    """
+    variance = moderated.variance.copy()
+    for key in {key for key, stated in zip(keys, moderated.stated, strict=True) if stated}:
+        rows = np.array([one == key for one in keys]) & moderated.stated
+        scaled = difference[rows] / np.sqrt(factor[rows])
+        if rows.sum() > FEWEST_OF_THE_BOARD:
+            scatter = 1.4826 * np.median(np.abs(scaled - np.median(scaled)))
+            variance[rows] = np.maximum(variance[rows], scatter**2)
+    return Moderated(variance, moderated.df, moderated.stated)
+
+
+def holm(p: Array) -> Array:
+    """p values corrected so that the chance of any false one among them stays below what is asked of each."""
+    order = np.argsort(p)
+    corrected = np.empty_like(p)
+    corrected[order] = np.minimum(np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order]), 1.0)
+    return corrected
+
+
+def time_floor(found: Comparison) -> Array:
+    """What a difference has to exceed, in logs: 1 %, three times the noise, or what the clock resolves."""
+    clock = np.log1p(FLOOR_S / np.exp(found.before))
+    return np.maximum(np.maximum(np.log1p(FLOOR), FLOOR_NOISES * found.noise), clock)
+
+
+def host_floor(found: Comparison) -> Array:
+    """The same for host times."""
+    return np.maximum(np.log1p(HOST_FLOOR), FLOOR_NOISES * found.noise)
+
+
+def decide(found: Comparison, floor: Array) -> Decisions:
+    """SLOWER and FASTER: beyond the floor, and significant. SAME: the interval lies within it. Else UNRESOLVED."""
+    margin = np.minimum(floor, np.log1p(WIDEST_SAME))
+    t = found.difference / found.error
+    p_slower, p_faster = holm(stdtr(found.df, -t)), holm(stdtr(found.df, t))
+    half = stdtrit(found.df, (1 + CONFIDENCE) / 2) * found.error
+    low, high = found.difference - half, found.difference + half
+    threshold = stdtrit(found.df, 1 - ALPHA / max(len(t), 1)) * found.error
+    return Decisions(
+        floor=floor,
+        low=low,
+        high=high,
+        p_slower=p_slower,
+        p_faster=p_faster,
+        # Beyond both thresholds with the power asked for; Holm's first is its strictest.
+        detectable=np.maximum(floor, threshold) + stdtrit(found.df, PLANNED_POWER) * found.error,
+        verdicts=np.select(
+            [
+                (p_slower <= ALPHA) & (found.difference > floor),
+                (p_faster <= ALPHA) & (found.difference < -floor),
+                (low > -margin) & (high < margin),
+            ],
+            ["SLOWER", "FASTER", "SAME"],
+            "UNRESOLVED",
+        ),
+    )

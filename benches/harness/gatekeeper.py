@@ -1,0 +1,141 @@
+"""The gate in pytest: `--benchmark-compare` judges the run against a baseline, and suspects are measured again.
+
+pytest-benchmark finds and loads the file; this module only chooses one where none is named, and judges.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benches.harness import device as devices
+from benches.harness.baselines import Results, read, stored, together
+from benches.harness.medians import median
+from benches.harness.workbench import Workbench, in_one_line
+from shapes.cases import GemmCase, LayerCase
+
+if TYPE_CHECKING:
+    from benches.harness.judging import Outcome
+
+PAUSE_S = 0.5  # before a suspect is measured again
+AGAIN = 2  # further measurements of a suspect: two of three decide
+MOST_SUSPECTS = 40  # where more are slower, it is not the noise of one measurement
+KINDS = {kind.kind: kind for kind in (LayerCase, GemmCase)}
+
+
+def choose_baseline(config: pytest.Config, device: str) -> None:
+    """Where `--benchmark-compare` names nothing, have pytest-benchmark compare with this machine's stored baseline.
+
+    Without one it takes the latest of the runs that it saved, as always.
+    """
+    if config.getoption("benchmark_compare") is not True:
+        return
+    if device == "cuda":
+        machine: dict[str, Any] = {"gpu": devices.gpu_model()}
+    else:
+        import cpuinfo  # pytest-benchmark asks it too
+
+        machine = {"gpu": None, "cpu": cpuinfo.get_cpu_info()}
+    if (device == "cpu" or machine["gpu"]) and (path := stored(machine, config.rootpath)):
+        config.option.benchmark_compare = str(path)
+
+
+class Gatekeeper:
+    """What a run is judged against, how its suspects are measured again, and what was found."""
+
+    def __init__(self, compares: bool, strict: bool) -> None:
+        self.compares, self.strict = compares, strict
+        self.builders: dict[str, Callable[[], Any]] = {}  # of what cases share, by the key of its evidence
+        self.outcome: Outcome | None = None
+        self.notes: list[str] = []
+        self._baselines: list[Results] = []
+
+    @property
+    def judges(self) -> bool:
+        """Whether there is something to judge against."""
+        return bool(self._baselines)
+
+    def add(self, raw: Mapping[str, Any], name: str) -> None:
+        """Judge against this file too. Raises pytest.UsageError, in one line, where that cannot be."""
+        if not importlib.util.find_spec("scipy"):
+            raise pytest.UsageError("--benchmark-compare: the gate needs scipy (pip install scipy)")
+        try:
+            self._baselines.append(read(raw, name))
+        except ValueError as error:
+            raise pytest.UsageError(f"--benchmark-compare: {error}") from None
+
+    def check(self, results: Mapping[str, Any]) -> None:
+        """Before anything is measured: raise pytest.UsageError where the baseline is of another machine."""
+        now = read(_dated(results), "this run")
+        for baseline in self._baselines:
+            if baseline.machine != now.machine:
+                what = f"{baseline.name} is of {baseline.machine}, and this is {now.machine}"
+                raise pytest.UsageError(f"--benchmark-compare: {what}")
+
+    def judge(self, results: Mapping[str, Any]) -> None:
+        """Judge what was measured, which becomes `outcome`; where that cannot be, a note says why."""
+        from benches.harness.judging import judge
+
+        try:
+            self.outcome = judge(together(self._baselines), read(_dated(results), "this run"))
+        except ValueError as error:
+            self.notes.append(f"not judged: {error}")
+
+    def measure_again(self, results: Mapping[str, Any], workbench: Workbench, rest: Callable[[], None]) -> None:
+        """Measure cases that seem slower twice more, after a pause and with new tensors, into their `again_s`.
+
+        `rest` pauses. What cannot be measured again stays as it is, with a note.
+        """
+        self.judge(results)
+        slower = (
+            {finding.case for finding in self.outcome.findings if finding.verdict == "SLOWER"} if self.outcome else {}
+        )
+        entries = [entry["extra_info"] for entry in results["benchmarks"] if entry["extra_info"]["case"] in slower]
+        if len(entries) > MOST_SUSPECTS:
+            self.notes.append(f"{len(entries)} cases seem slower: too many to measure them again")
+            return
+        for key in dict.fromkeys(extra["evidence"] for extra in entries):
+            for number in range(AGAIN):
+                rest()
+                self._again(key, number, [extra for extra in entries if extra["evidence"] == key], workbench)
+
+    def _again(self, key: str, number: int, entries: list[dict[str, Any]], workbench: Workbench) -> None:
+        try:
+            source = workbench.get(("again", key, number), self.builders[key])
+            for extra in entries:
+                kind = KINDS[extra["kind"]]
+                figure = source.figure(kind(**{axis: extra[axis] for axis in kind.axes}))
+                extra.setdefault("again_s", []).append(median(figure.samples_s))
+        except (Exception, pytest.fail.Exception) as error:  # out of memory, for instance
+            self.notes.append(f"{key} could not be measured again: {in_one_line(error)}")
+
+    def exit_code(self) -> int:
+        """1 where the run does not pass: a case is slower or missing, or it could not be judged."""
+        if not self.judges:
+            return 0
+        return self.outcome.exit_code(self.strict) if self.outcome else 1
+
+    def report(self) -> str:
+        """The verdicts, and what else is to be said."""
+        from benches.report.verdicts import render
+
+        lines = [render(self.outcome, self.strict)] if self.outcome else []
+        return "\n".join([*lines, *(f"gate: {note}" for note in dict.fromkeys(self.notes))])
+
+
+def _dated(results: Mapping[str, Any]) -> dict[str, Any]:
+    return {"datetime": datetime.now(timezone.utc).isoformat(), **results}
+
+
+def baseline_name(config: pytest.Config) -> str:
+    """What is compared with, as short as it can be said."""
+    path = Path(str(config.getoption("benchmark_compare")))
+    try:
+        return str(path.relative_to(config.rootpath))
+    except ValueError:
+        return str(path)

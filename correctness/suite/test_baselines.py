@@ -1,0 +1,261 @@
+"""A baseline pools runs that belong together, keeps each of them, and is a file that pytest-benchmark reads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any
+
+import pytest
+
+from benches.harness.baselines import axes_of, folder, load, pool, read, together
+from benches.report.analysis import SCHEMA
+from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, results, runs
+
+ROOT = Path(__file__).parents[2]
+FIRST, SECOND, THIRD = CASES[:3]
+
+
+def case_of(baseline: Any, case: str) -> Any:
+    """A case's benchmark in a file."""
+    (found,) = [one for one in baseline["benchmarks"] if one["extra_info"]["case"] == case]
+    return found
+
+
+class TestPooling:
+    """pool(runs), onto an older baseline or not."""
+
+    def test_a_case_keeps_each_run_and_has_their_median(self) -> None:
+        """In order of the runs; pytest-benchmark's statistics are of the runs' medians."""
+        baseline = pool([results({FIRST: time_s}) for time_s in (3e-3, 1e-3, 2e-3)])
+        found = case_of(baseline, FIRST)
+        assert found["extra_info"]["runs"] == [
+            {"run": 0, "median_s": 3e-3, "host_median_s": 1e-4},
+            {"run": 1, "median_s": 1e-3, "host_median_s": 1e-4},
+            {"run": 2, "median_s": 2e-3, "host_median_s": 1e-4},
+        ]
+        stats = found["stats"]
+        assert (stats["median"], stats["rounds"]) == (2e-3, 3)
+        assert (stats["min"], stats["max"]) == (1e-3, 3e-3)
+        assert stats["mean"] == pytest.approx(2e-3)
+        assert stats["stddev"] == pytest.approx(stdev([3e-3, 1e-3, 2e-3]))
+        assert stats["total"] == pytest.approx(6e-3)
+
+    def test_each_run_says_when_where_and_with_what(self) -> None:
+        """And what its controls took: the median of what was taken of each, of Python the least."""
+        run = results({FIRST: 1e-3}, uuid="two")
+        run["suite"]["controls"] = [
+            {"name": name, "time_s": 0.0, "median_s": time_s}
+            for name in ("gemm", "python")
+            for time_s in (3e-3, 1e-3, 2e-3)
+        ] + [{"name": "fp8_gemm", "time_s": 0.0, "absent": "this GPU has no FP8"}]
+        (found,) = pool([run])["suite"]["runs"]
+        assert found == {
+            "datetime": run["datetime"],
+            "uuid": "two",
+            "driver": "580.1",
+            "versions": {"torch": "2.11.0", "transformer_engine": "2.20.2"},
+            "sources": "0123456789abcdef",
+            "controls": {"gemm": 2e-3, "python": 1e-3},
+        }
+
+    def test_runs_of_other_days_and_boards_are_added(self) -> None:
+        """After those that are there; a case need not be in all of them."""
+        old = pool([results({FIRST: 1e-3, SECOND: 5e-3}), results({FIRST: 2e-3, SECOND: 5e-3})])
+        new = pool([results({FIRST: 9e-3, THIRD: 7e-3}, uuid="two")], onto=old)
+        assert [run["uuid"] for run in new["suite"]["runs"]] == ["one", "one", "two"]
+        assert [one["median_s"] for one in case_of(new, FIRST)["extra_info"]["runs"]] == [1e-3, 2e-3, 9e-3]
+        assert [one["run"] for one in case_of(new, SECOND)["extra_info"]["runs"]] == [0, 1]
+        assert [one["run"] for one in case_of(new, THIRD)["extra_info"]["runs"]] == [2]
+        assert new["machine_info"]["gpu"]["uuid"] == "two"
+
+    def test_what_ran_is_what_the_newest_file_says(self) -> None:
+        """Whichever is given first."""
+        old, new = results({FIRST: 1e-3, SECOND: 1e-3}), results({FIRST: 1e-3})
+        key = new["benchmarks"][0]["extra_info"]["evidence"]
+        new["suite"]["evidence"][key] = evidence(kernel("newer"))
+        new["benchmarks"][0]["extra_info"]["launches"] = 7
+        for order in ([old, new], [new, old]):
+            baseline = pool(order)
+            assert case_of(baseline, FIRST)["extra_info"]["launches"] == 7
+            assert case_of(baseline, SECOND)["extra_info"]["launches"] == 2
+            (use,) = baseline["suite"]["evidence"][key]["segments"]["forward"]["kernels"]
+            assert use["name"] == "newer"
+
+    def test_the_interval_is_of_the_runs(self) -> None:
+        """By order statistics, so with fewer than six there is none."""
+        assert case_of(pool(runs(5)), FIRST)["extra_info"]["interval_s"] is None
+        low, high = case_of(pool(runs(6)), FIRST)["extra_info"]["interval_s"]
+        assert low < case_of(pool(runs(6)), FIRST)["stats"]["median"] < high
+
+    def test_a_case_that_a_run_lost_is_not_called_lost(self) -> None:
+        """Another run has its time; one that none has stays lost."""
+        lost = [{"case": case, "outcome": "failed", "reason": "out of memory"} for case in (FIRST, THIRD)]
+        baseline = pool([results({FIRST: 1e-3}), results({SECOND: 1e-3}, not_measured=lost)])
+        assert [one["case"] for one in baseline["suite"]["not_measured"]] == [THIRD]
+
+    def test_the_runs_are_left_as_they_are(self) -> None:
+        """Pooling changes none of its arguments."""
+        files = runs(2)
+        before = copy.deepcopy(files)
+        pool(files[1:], onto=pool(files[:1]))
+        assert files == before
+
+    def test_pytest_benchmark_compares_with_it(self, tmp_path: Path) -> None:
+        """Its own command line shows one beside another, and of how many runs they are."""
+        for name, count in (("old", 5), ("new", 2)):
+            (tmp_path / f"{name}.json").write_text(json.dumps(pool(runs(count, {FIRST: 2e-3}))))
+        command = ["-m", "pytest_benchmark", "compare", "--columns=median,iqr,outliers,ops,rounds"]
+        files = [str(tmp_path / f"{name}.json") for name in ("old", "new")]
+        done = subprocess.run(
+            [sys.executable, *command, *files], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        rows = [line.split() for line in done.stdout.splitlines() if line.startswith(FIRST)]
+        assert sorted(row[-1] for row in rows) == ["2", "5"]
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another GPU": (lambda file: file["machine_info"]["gpu"].update(name="NVIDIA B200"), "of NVIDIA B200 (9.0), and"),
+    "another kind of device": (lambda file: file["suite"].update(device="cpu"), "unknown CPU (cpu)"),
+    "another schema": (lambda file: file["suite"].update(schema=SCHEMA + 1), f"has schema {SCHEMA + 1}, not {SCHEMA}"),
+    "planted": (lambda file: file["suite"].update(planted=True), "work was planted in it"),
+    "another TE": (
+        lambda file: file["machine_info"]["versions"].update(transformer_engine="2.21"),
+        "runs with transformer_engine 2.20.2 and 2.21",
+    ),
+    "no suite": (lambda file: file.pop("suite"), "no top-level object 'suite'"),
+    "a case twice": (lambda file: file["benchmarks"].append(file["benchmarks"][0]), f"case {FIRST} is there twice"),
+    "no time": (lambda file: file["benchmarks"][0]["stats"].update(median=0.0), "median 0.0 s is no time"),
+    "no cases": (lambda file: file["benchmarks"][0]["extra_info"].update(case="layer/a"), "is not the name of a case"),
+    "a list": (lambda file: file.update(machine_info=[]), "not a usable results file"),
+}
+
+
+class TestRefusals:
+    """What is no run of the same baseline."""
+
+    @pytest.mark.parametrize("why", REFUSED)
+    def test_what_does_not_belong_is_refused_in_one_line(self, why: str) -> None:
+        """As a run, and as what runs are added to; the line says which one it is."""
+        spoil, words = REFUSED[why]
+        good, bad = runs(2)
+        spoil(bad)
+        with pytest.raises(ValueError, match=r"run 2|runs with") as error:
+            pool([good, bad])
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match=r"baseline|runs with"):
+            pool([good], onto=bad)
+
+    def test_nothing_is_no_baseline(self) -> None:
+        """Neither no run nor one without a time."""
+        with pytest.raises(ValueError, match="no runs"):
+            pool([])
+        with pytest.raises(ValueError, match="no case has a time"):
+            pool([results({})])
+
+    def test_a_run_counts_once(self) -> None:
+        """Given twice, or added to a baseline that has it, it would look as if nothing differed from run to run."""
+        run = results(TIMES)
+        with pytest.raises(ValueError, match="is there twice"):
+            pool([run, run])
+        with pytest.raises(ValueError, match="is there twice"):
+            pool([run], onto=pool([run]))
+
+    @pytest.mark.parametrize(
+        ("entries", "words"),
+        [
+            ([], "has no runs"),
+            ([{"run": 5, "median_s": 1.0, "host_median_s": None}], "its runs are"),
+            ([{"run": 0, "median_s": 1.0, "host_median_s": None}] * 2, "its runs are"),
+            ([{"run": 0, "median_s": math.inf, "host_median_s": None}], "is no time"),
+            ([{"run": 0, "median_s": 1.0, "host_median_s": -1.0}], "is no time"),
+            ([{"run": 0}], "not a usable results file"),
+        ],
+    )
+    def test_runs_of_a_case_are_runs_of_the_file(self, entries: Any, words: str) -> None:
+        """Each once, with a time."""
+        baseline = pool(runs(2))
+        baseline["benchmarks"][0]["extra_info"]["runs"] = entries
+        with pytest.raises(ValueError, match=words):
+            read(baseline, "b.json")
+
+
+class TestReading:
+    """A file as runs of cases."""
+
+    def test_a_single_run_is_a_baseline_of_one(self) -> None:
+        """With its own board, versions and controls."""
+        found = read(results({FIRST: 2e-3}), "a.json")
+        (run,) = found.runs
+        assert (run.uuid, run.controls["gemm"]) == ("one", 7e-4)
+        assert [(sample.run, sample.median_s) for sample in found.timed[FIRST].samples] == [(0, 2e-3)]
+
+    def test_a_pooled_file_reads_back(self, tmp_path: Path) -> None:
+        """Through JSON."""
+        path = tmp_path / "b.json"
+        path.write_text(json.dumps(pool(runs(4))))
+        found = load(path)
+        assert len(found.runs) == 4
+        assert {len(one.samples) for one in found.timed.values()} == {4}
+        assert median(one.median_s for one in found.timed[FIRST].samples) == pytest.approx(1e-3, rel=0.01)
+
+    def test_files_together_keep_runs_apart(self) -> None:
+        """Runs are numbered through, and cases that were left out of one and selected in another were selected."""
+        one = read(results({FIRST: 1e-3}, left_out=[SECOND, THIRD]), "1")
+        two = read(results({FIRST: 2e-3, SECOND: 3e-3}), "2")
+        whole = together([one, two])
+        assert [sample.run for sample in whole.timed[FIRST].samples] == [0, 1]
+        assert [sample.run for sample in whole.timed[SECOND].samples] == [1]
+        assert whole.selected == frozenset({FIRST, SECOND})
+        assert whole.left_out == {THIRD}
+
+    def test_benchmarks_of_others_are_passed_over(self) -> None:
+        """A file may hold more than the suite's."""
+        file = results({FIRST: 1e-3})
+        file["benchmarks"].append({"name": "somebody's", "stats": {"median": 0.0}, "extra_info": {}})
+        assert list(read(file, "a").timed) == [FIRST]
+
+    def test_a_case_s_name_has_its_axes(self) -> None:
+        """By kind."""
+        assert axes_of("gemm/tiny/bf16/rested/autocast/fprop/qkv")["linear"] == "qkv"
+        with pytest.raises(ValueError, match="not the name of a case"):
+            axes_of("gemm/tiny")
+
+
+class TestFolders:
+    """Where a machine's baselines lie."""
+
+    def test_the_committed_baselines_lie_where_they_are_looked_for(self) -> None:
+        """Each in the folder of its own machine."""
+        files = sorted((ROOT / "benches" / "baselines").rglob("*.json"))
+        assert files
+        for file in files:
+            machine = json.loads(file.read_text(encoding="utf-8"))["machine_info"]
+            assert ROOT / folder(machine) == file.parent
+
+    @pytest.mark.parametrize(
+        ("machine", "path"),
+        [
+            (
+                {"gpu": {"name": "NVIDIA GeForce RTX 4090", "compute_capability": "8.9"}},
+                "benches/baselines/nvidia-geforce-rtx-4090-sm89",
+            ),
+            (
+                {"gpu": {"name": "NVIDIA B300 SXM6 AC", "compute_capability": "10.3"}},
+                "benches/baselines/nvidia-b300-sxm6-ac-sm103",
+            ),
+            ({"gpu": None, "cpu": {"brand_raw": "Intel(R) Xeon(R) Processor"}}, ".benchmarks/cpu-intel-xeon-processor"),
+            ({"gpu": None}, ".benchmarks/cpu-unknown-cpu"),
+        ],
+    )
+    def test_a_folder_is_named_after_the_machine(self, machine: Any, path: str) -> None:
+        """A GPU's is kept with the sources, a CPU's is not."""
+        assert folder(machine).as_posix() == path
