@@ -83,6 +83,13 @@ def check(session: nox.Session) -> None:
     session.run("python", "-m", "benches.gate", *files, *strict)
 
 
+@nox.session(venv_params=VENV, default=False)
+def calibrate(session: nox.Session) -> None:
+    """How often the gate raises a false alarm and what it finds: `-- --baseline FILE --plant 'REGEX=2%' -- OPTIONS`."""
+    _set_up(session, *MEASURING, *REPORTING, *JUDGING)
+    session.run("python", "-m", "benches.calibrate", *session.posargs)
+
+
 @nox.session(venv_params=VENV)
 def tests(session: nox.Session) -> None:
     """Tests: accuracy, and the suite itself. Those that need a GPU say so and are skipped without one."""

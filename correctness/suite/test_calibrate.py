@@ -1,0 +1,109 @@
+"""Rates of false alarms and of detection: counted from results files, with their intervals."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benches import calibrate
+from benches.calibrate import GATE, Rate, alarms, detections, false_alarms, main, rate
+from benches.harness.baselines import Results, pool, read
+from benches.harness.planting import parse
+from correctness.suite.fake_results import CASES, TIMES, noisy, results, runs
+
+BEFORE = read(pool(runs(5)), "before")
+SLOWED = CASES[3]
+
+
+def run(seed: int, slower: float = 1.0) -> Results:
+    """A run of now, in which one case is slower."""
+    times = noisy(TIMES, 0.001, 100 + seed)
+    return read(results(times | {SLOWED: times[SLOWED] * slower}), f"run {seed}")
+
+
+def test_a_rate_has_the_exact_interval() -> None:
+    """0 of 10: up to 1 - 0.025^(1/10), which is 30.8 %; 10 of 10: its mirror image; nothing of nothing: all."""
+    assert (rate("a", "b", [False] * 10).low, rate("a", "b", [False] * 10).high) == pytest.approx(
+        (0.0, 0.3085), abs=1e-4
+    )
+    assert rate("a", "b", [True] * 10).low == pytest.approx(1 - 0.3085, abs=1e-4)
+    assert rate("a", "b", []) == Rate("a", "b", 0, 0, 0.0, 1.0)
+
+
+def test_unchanged_runs_raise_no_alarm() -> None:
+    """Suites and cases are counted for the gate and for each rule."""
+    rates = {(one.what, one.by): one for one in false_alarms(BEFORE, [run(seed) for seed in range(4)])}
+    assert rates["unchanged suites with an alarm", GATE].trials == 4
+    assert rates["unchanged cases", GATE].trials == 4 * len(TIMES)
+    assert rates["unchanged cases", GATE].hits == 0
+    assert len(rates) == 2 * 3
+
+
+def test_a_planted_case_is_found_and_no_other() -> None:
+    """5 % is far above this noise; the rule of 2 % of the median sees it, that of 5 % of the mean does not surely."""
+    assert alarms(BEFORE, run(0, slower=1.05))[GATE] == {SLOWED}
+    plant = parse(f"{SLOWED}$=5%")
+    rates = {one.by: one for one in detections(BEFORE, [(plant, run(seed, slower=1.05)) for seed in range(3)])}
+    assert (rates[GATE].hits, rates[GATE].trials) == (3, 3)
+    assert (rates["median:2%"].hits, rates["median:2%"].trials) == (3, 3)
+
+
+def test_a_line_says_rate_and_interval() -> None:
+    """And that there were no trials, where there were none."""
+    assert str(rate("5 %", GATE, [True, False])).endswith("1 of    2    50.0%  (1.3% to 98.7%)")
+    assert str(rate("5 %", GATE, [])).endswith("none")
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    """A stored baseline."""
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps(pool(runs(5))))
+    return path
+
+
+def test_the_command_runs_judges_writes_and_draws(
+    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planted runs get their plant, and all get the options after --."""
+    asked: list[list[str]] = []
+
+    def run_once(_: Path, file: Path, options: list[str]) -> Results:
+        asked.append(list(options))
+        return run(len(asked), slower=1.05 if any("--plant" in option for option in options) else 1.0)
+
+    monkeypatch.setattr(calibrate, "run_once", run_once)
+    out, picture = tmp_path / "rates.json", tmp_path / "power.png"
+    words = [f"--baseline={baseline}", "--unchanged=2", "--each=1", f"--plant={SLOWED}=5%", f"--json={out}"]
+    assert main([*words, f"--plot={picture}", f"--folder={tmp_path}", "--", "-m", "rested"]) == 0
+    assert asked == [["-m", "rested"]] * 2 + [["-m", "rested", f"--plant={SLOWED}=5%"]]
+    assert [one["hits"] for one in json.loads(out.read_text())["planted"] if one["by"] == GATE] == [1]
+    assert picture.stat().st_size > 1000
+    assert "unchanged suites with an alarm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--baseline=nowhere.json"], "nowhere.json: No such file"),
+        (["--baseline={baseline}", "--plant=x"], "--plant 'x': must be"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, capsys: Any) -> None:
+    """And pytest's exit code for a usage error."""
+    assert main([word.format(baseline=baseline) for word in words]) == 4
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert line in printed.err
+
+
+def test_a_run_that_leaves_nothing_is_one_line(baseline: Path, tmp_path: Path, capsys: Any) -> None:
+    """The last line that pytest said is in it."""
+    words = [f"--baseline={baseline}", "--unchanged=1", f"--folder={tmp_path}", "--", "--device=cpu", "--model=nobody"]
+    assert main(words) == 4
+    assert "a run left no results (exit code 4)" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["baseline.json"]
