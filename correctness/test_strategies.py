@@ -139,7 +139,7 @@ def test_profiles_are_registered_and_have_no_deadline(profile: str) -> None:
 def test_the_profile_of_a_run_is_chosen_on_the_command_line(
     tmp_path: Path, options: list[str], environment: dict[str, str], examples: int, derandomized: bool
 ) -> None:
-    """With correctness/conftest.py, --hypothesis-profile takes their names; without it the examples are always the same."""
+    """With correctness/conftest.py, --hypothesis-profile takes their names; without it examples are always the same."""
     shutil.copy(Path(strategies.__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_it.py").write_text(
         "from hypothesis import settings\n"
