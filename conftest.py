@@ -77,4 +77,4 @@ def pytest_configure(config: pytest.Config) -> None:
     check_options(config)
     config.stash[RESULTS] = new_results()
     choose_baseline(config, device)
-    config.stash[GATE] = Gatekeeper(bool(option("benchmark_compare")), option("gate_strict"))
+    config.stash[GATE] = Gatekeeper(option("gate_strict"))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benches.harness.baselines import default_file, pool, read, read_json
-from benches.report.analysis import MALFORMED, USAGE_ERROR
+from benches.report.analysis import MALFORMED
+from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
 
 ENOUGH_RUNS = 5  # fewer say little of how much a case differs from run to run
@@ -34,14 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         lines = _pool(options.runs, options.output, options.add, options.replace)
-    except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}")
-    except ValueError as error:
-        return _refuse(" ".join(str(error).split()))
-    except MALFORMED as error:
-        return _refuse(f"not a usable results file ({type(error).__name__}: {error})")
+    except (OSError, ValueError, *MALFORMED) as error:
+        return refuse("benches.baseline", in_words(error))
     except ImportError:
-        return _refuse("`pip install scipy` lets the gate compute")
+        return refuse("benches.baseline", "`pip install scipy` lets the gate compute")
     return print_text("\n".join(lines))
 
 
@@ -92,11 +89,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(part) for name, part in value.items()}
     return [_rounded(part) for part in value] if isinstance(value, list) else value
-
-
-def _refuse(line: str) -> int:
-    print(f"benches.baseline: {line}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from typing import Any
 
 from benches.harness.baselines import Results, load
 from benches.harness.planting import Plant, parse
-from benches.report.analysis import MALFORMED, USAGE_ERROR
+from benches.report.analysis import MALFORMED
+from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
 
 GATE = "the gate"
@@ -167,24 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text(json.dumps(_as_dict(unchanged, found), indent=1) + "\n")
         if options.plot and found:
             plot(found, options.plot)
-    except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}")
-    except ValueError as error:
-        return _refuse(" ".join(str(error).split()))
-    except MALFORMED as error:
-        return _refuse(f"not a usable results file ({type(error).__name__}: {error})")
+    except (OSError, ValueError, *MALFORMED) as error:
+        return refuse("benches.calibrate", in_words(error))
     except ImportError as error:
-        return _refuse(f"pip install scipy matplotlib ({error})")
+        return refuse("benches.calibrate", f"pip install scipy matplotlib ({error})")
     return print_text("\n".join(map(str, [*unchanged, *found])))
 
 
 def _as_dict(unchanged: Sequence[Rate], found: Sequence[Rate]) -> dict[str, Any]:
     return {"unchanged": [asdict(one) for one in unchanged], "planted": [asdict(one) for one in found]}
-
-
-def _refuse(line: str) -> int:
-    print(f"benches.calibrate: {line}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -76,16 +76,16 @@ def second_look(pytestconfig: pytest.Config, workbench: Workbench, timeline: Tim
 def _shared(request: pytest.FixtureRequest, key: tuple[str, ...], reason: str | None, build: Any) -> Any:
     if reason:
         pytest.skip(reason)
+    build = partial(_with_plants, build, request.config.stash[PLANTS])
     if not request.config.getoption("benchmark_disable"):
         controls = request.getfixturevalue("controls")
         with spending(request.config, "controls"):
             controls.take_if_due()
     with spending(request.config, "building"):
         shared = request.getfixturevalue("workbench").get(key, build, keeps_traces(request.config))
-    shared.plants = request.config.stash[PLANTS]
     keeper = request.config.stash[GATE]
     if keeper.judges and not request.config.getoption("benchmark_disable"):
-        keeper.builders[shared.key] = partial(_with_plants, build, shared.plants)
+        keeper.builders[shared.key] = build
         request.getfixturevalue("second_look")
     return shared
 

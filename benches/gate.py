@@ -20,7 +20,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benches.harness.baselines import Results, folder, load, read_json, stored, together
-from benches.report.analysis import MALFORMED, USAGE_ERROR
+from benches.report.analysis import MALFORMED
+from benches.report.refusals import in_words, refuse
 from benches.report.verdicts import render
 from shapes.printing import print_text
 
@@ -48,12 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = render(outcome, options.strict)
         if options.json:
             options.json.write_text(json.dumps(as_dict(outcome, options.strict), indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}")
-    except ValueError as error:
-        return _refuse(" ".join(str(error).split()))
+    except (OSError, ValueError) as error:
+        return refuse("benches.gate", in_words(error))
     except ImportError as error:
-        return _refuse(f"{error}; {NO_SCIPY}")
+        return refuse("benches.gate", f"{error}; {NO_SCIPY}")
     return print_text(text) or outcome.exit_code(options.strict)
 
 
@@ -95,11 +94,6 @@ def as_dict(outcome: Outcome, strict: bool = False) -> dict[str, Any]:
         "detectable": {"median": median(found), "largest": max(found)} if found else None,
         **asdict(outcome),
     }
-
-
-def _refuse(line: str) -> int:
-    print(f"benches.gate: {line}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benches.harness.journal import Recovered, read
-from benches.report.analysis import MALFORMED, USAGE_ERROR, analyse
+from benches.report.analysis import MALFORMED, analyse
+from benches.report.refusals import refuse
 from shapes.printing import print_text
 
 
@@ -29,15 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recovered = read(options.journal.read_text(encoding="utf-8", errors="replace"))
         analyse(recovered.results)
     except (OSError, ValueError) as error:
-        return _refuse(options.journal, error)
+        return refuse(options.journal, error)
     except MALFORMED as error:
-        return _refuse(options.journal, f"no usable journal ({type(error).__name__}: {error})")
+        return refuse(options.journal, f"no usable journal ({type(error).__name__}: {error})")
     try:
         if options.output.exists() and options.output.samefile(options.journal):
             raise ValueError("is the journal itself")
         options.output.write_text(json.dumps(recovered.results, indent=1) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        return _refuse(options.output, error)
+        return refuse(options.output, error)
     return print_text(f"{options.output}: {_said(recovered)}")
 
 
@@ -49,12 +50,6 @@ def _said(recovered: Recovered) -> str:
     if not recovered.ended:
         said += "; the run was killed"
     return said + (f"; line {recovered.torn}, not finished, is left out" if recovered.torn else "")
-
-
-def _refuse(path: Path, error: Exception | str) -> int:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    print(f"{path}: {reason}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

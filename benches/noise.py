@@ -26,6 +26,11 @@ FEW = 3  # cases that a line names
 BANDS = {"100 us and more": 100e-6, "15 to 100 us": 15e-6, "below 15 us": 0.0}
 
 
+def band_of(time_s: float) -> str:
+    """Which of BANDS a time is in."""
+    return next(name for name, least_s in BANDS.items() if time_s >= least_s)
+
+
 @dataclass(frozen=True)
 class Spread:
     """A case's times over several processes: seconds of each run's median."""
@@ -48,7 +53,7 @@ class Spread:
     @property
     def band(self) -> str:
         """Which of BANDS the time is in."""
-        return next(name for name, least_s in BANDS.items() if self.mean_s >= least_s)
+        return band_of(self.mean_s)
 
 
 def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:

@@ -48,8 +48,8 @@ def choose_baseline(config: pytest.Config, device: str) -> None:
 class Gatekeeper:
     """What a run is judged against, how its suspects are measured again, and what was found."""
 
-    def __init__(self, compares: bool, strict: bool) -> None:
-        self.compares, self.strict = compares, strict
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
         self.builders: dict[str, Callable[[], Any]] = {}  # of what cases share, by the key of its evidence
         self.outcome: Outcome | None = None
         self.notes: list[str] = []

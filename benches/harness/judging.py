@@ -45,7 +45,7 @@ from benches.harness.differences import (
     state_changes,
 )
 from benches.harness.moderation import Array, Key, Scatter, stated_deviation
-from benches.noise import BANDS
+from benches.noise import band_of
 from benches.report.analysis import KNOWN
 
 VERDICTS = ("SLOWER", "MISSING", "CHANGED", "UNRESOLVED", "NEW", "FASTER", "SAME")
@@ -243,11 +243,7 @@ def _boards(results: Results, side: int) -> Any:
 
 
 def _key(timed: Timed, time_s: float) -> Key:
-    return timed.case.split("/")[0], str(timed.axis("regime")), _band(time_s)
-
-
-def _band(time_s: float) -> str:
-    return next(name for name, least_s in BANDS.items() if time_s >= least_s)
+    return timed.case.split("/")[0], str(timed.axis("regime")), band_of(time_s)
 
 
 def _weights(before: Results, now: Results, cases: Sequence[str]) -> Array:
@@ -306,7 +302,7 @@ def scatter(spreads: Sequence[Mapping[str, Any]]) -> Scatter | None:
         case, times_s = str(spread["case"]), [float(time_s) for time_s in spread["runs_s"]]
         if len(times_s) < 2 or not all(1e-12 < time_s < 1e12 for time_s in times_s):
             raise ValueError(f"{case}: {times_s} are not the times of several runs")
-        keys.append((case.split("/")[0], axes_of(case)["regime"], _band(float(np.median(times_s)))))
+        keys.append((case.split("/")[0], axes_of(case)["regime"], band_of(float(np.median(times_s)))))
         logs.append(np.log(times_s))
     if not keys:
         return None

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 CATEGORIES = (
     "gemm_fp8",
@@ -135,6 +136,7 @@ class KernelUse:
     device_s: float
 
 
+@lru_cache(maxsize=4096)  # a trace has the same names over and over, and each is asked for both its category and itself
 def _plain(name: str) -> str:
     """The name without return type, parameters and namespaces, with short names of data types."""
     before = None

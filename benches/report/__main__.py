@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benches.report.analysis import MALFORMED, REGIMES, USAGE_ERROR, analyse
+from benches.report.analysis import MALFORMED, REGIMES, analyse
+from benches.report.refusals import refuse
 from benches.report.terminal import NO_RICH, render
 from shapes.printing import print_text
 
@@ -25,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         analysis = analyse(json.loads(options.results.read_text(encoding="utf-8")), options.regime)
         text = render(analysis, color=bool(sys.stdout and sys.stdout.isatty()) and "NO_COLOR" not in os.environ)
     except (OSError, ValueError) as error:
-        return _refuse(options.results, error)
+        return refuse(options.results, error)
     except MALFORMED as error:
-        return _refuse(options.results, f"not a usable results file ({type(error).__name__}: {error})")
+        return refuse(options.results, f"not a usable results file ({type(error).__name__}: {error})")
     if text.strip() == NO_RICH:
-        return _refuse(options.results, NO_RICH)
+        return refuse(options.results, NO_RICH)
     if code := print_text(text.rstrip("\n")):
         return code
     if options.plot:
@@ -39,14 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for path in plot(analysis, options.plot):
                 print(path)
         except (ImportError, OSError, ValueError) as error:
-            return _refuse(options.plot, error)
+            return refuse(options.plot, error)
     return 0
-
-
-def _refuse(path: Path, error: Exception | str) -> int:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    print(f"{path}: {reason}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def results(*medians: float, day: int = 1, gpu: Any = GPU) -> dict[str, Any]:
 
 def keeper(strict: bool = False) -> Gatekeeper:
     """One that judges against five runs without noise to speak of."""
-    found = Gatekeeper(compares=True, strict=strict)
+    found = Gatekeeper(strict=strict)
     for day in range(2, 7):
         found.add(results(*(time * (1 + day * 1e-4) for time in (0.01, 0.02, 0.03)), day=day), f"run {day}")
     return found
@@ -147,12 +147,12 @@ class TestBaseline:
     def test_what_is_no_results_file_is_refused(self, raw: Any) -> None:
         """In one line."""
         with pytest.raises(pytest.UsageError, match="--benchmark-compare: some file"):
-            Gatekeeper(compares=True, strict=False).add(raw, "some file")
+            Gatekeeper(strict=False).add(raw, "some file")
 
 
 def test_without_a_comparison_nothing_is_judged() -> None:
     """And nothing fails."""
-    found = Gatekeeper(compares=False, strict=True)
+    found = Gatekeeper(strict=True)
     assert not found.judges
     assert found.exit_code() == 0
 
