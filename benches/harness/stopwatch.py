@@ -33,8 +33,8 @@ class Regime:
     A batch holds as many rounds as fit into `busy_s` of device time, at least one. Before it the device rests for
     `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Without a rest, and with a host fast
     enough, there are no batches but one unbroken stream; a launch-bound program cannot run back to back, in training
-    neither. Rounds of the first `settle_s` seconds are not counted, or of WAKING_S where there are gaps. With
-    `cold_cache` each segment finds an empty L2.
+    neither. Rounds of the first `settle_s` seconds are not counted; where there are gaps, of WAKING_S, and of none if
+    such a measurement has only just ended. With `cold_cache` each segment finds an empty L2.
     """
 
     busy_s: float
@@ -46,6 +46,8 @@ class Regime:
 
 # A GPU that had nothing to do for seconds is up to 15 % slower for its first 60 ms of work with gaps in it.
 WAKING_S = 0.15
+# Between the measurements of two GEMMs lie some milliseconds: no longer than the rests within them.
+STAYS_AWAKE_S = 0.1
 
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
 # 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: its rounds then
@@ -288,7 +290,8 @@ class Stopwatch:
             self.timeline.rest(rest_s)
             return self._batch(rounds, regime.cold_cache)
 
-        settle_s = min(regime.settle_s, WAKING_S)
+        is_awake = bool(rest_s) and self.timeline.now() - self.timeline.awake_s < STAYS_AWAKE_S
+        settle_s = 0.0 if is_awake else min(regime.settle_s, WAKING_S)
         if not rest_s and self.host_round_s < FAST_HOST * self.device_round_s:
             stream = self._stream()
             batch, settle_s = partial(next, stream), regime.settle_s
@@ -298,6 +301,8 @@ class Stopwatch:
             while self.timeline.now() < settled:
                 batch()
             _collect(times, figures, self.timeline.now, batch)
+        if rest_s:
+            self.timeline.awake_s = self.timeline.now()
         if not times.rounds:
             raise self._too_slow()
         return times

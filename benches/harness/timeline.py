@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ class Mark(Protocol):
 
 class Timeline(Protocol):
     """What the stopwatch needs from a device; a test puts a simulated one in its place."""
+
+    awake_s: float  # when the latest measurement with gaps ended, on the host's clock
 
     def now(self) -> float:
         """The host's clock, in seconds."""
@@ -102,6 +105,7 @@ class CudaTimeline:
         import torch
 
         self._cuda = torch.cuda
+        self.awake_s = -math.inf
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         # Twice the L2 cache, so that nothing of it survives; 60 MB where torch does not know its size.
         size = 2 * (getattr(properties, "L2_cache_size", 0) or 60_000_000)

@@ -76,6 +76,7 @@ class FakeTimeline:
     waking_s: float = 0.0  # work takes `waking` times as long before this time
     waking: float = 1.25
 
+    awake_s: float = -math.inf
     host_s: float = 0.0
     end_s: float = 0.0  # when the device will have done everything
     log: list[str] = field(default_factory=list)

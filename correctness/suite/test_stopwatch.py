@@ -229,6 +229,21 @@ class TestRegimes:
         times = Stopwatch(step.program(), step.timeline).time(REGIMES["rested"], [("work",)], Limits())
         assert set(times.device_s["work"]) == {2 * MS}
 
+    def test_a_device_that_has_only_just_been_measured_is_awake(self) -> None:
+        """The next measurement with gaps counts from its first round on; after a second of nothing it does not."""
+        timeline = FakeTimeline()
+        watch = Stopwatch(Step(timeline, {"work": (0.0, 2 * MS)}).program(), timeline)
+
+        def uncounted() -> int:
+            before = timeline.log.count("rest")
+            counted = watch.time(RESTED, [("work",)], Limits()).rounds
+            return timeline.log.count("rest") - before - counted
+
+        assert uncounted() > 0
+        assert uncounted() == 0
+        timeline.host_s += 1.0
+        assert uncounted() > 0
+
     def test_every_segment_of_a_rested_round_finds_a_cold_cache(self) -> None:
         """A GEMM is as cold after its quantizations as one that has none, and their times add up without flushes."""
         step = Step(FakeTimeline(cold=1.5, flush_s=MS), {"quantize": (TICK, MS), "gemm": (TICK, 2 * MS)})
