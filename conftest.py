@@ -32,7 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name} of the models, or of a new one")
     shapes_help = "linears to measure: tokens x in_features x out_features; repeatable"
     add("--shapes", action="append", default=[], metavar="MxKxN,...", help=shapes_help)
-    add("--pre-quantize", action="store_true", help="GEMMs alone, quantized beforehand; default: with and without")
+    add(
+        "--pre-quantize",
+        action="store_true",
+        help="GEMMs alone, quantized beforehand; default: with, without, and quantizations",
+    )
     add("--graphs", action="store_true", help="layers also as CUDA graphs")
     weights_help = "cached: quantized layers also with weights quantized in an earlier microbatch"
     add("--weights", choices=("requantized", "cached"), default="requantized", help=weights_help)
@@ -67,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
             stages=option("stage"),
             recipes=option("recipe"),
             without=[recipe for recipe, flag in (("mxfp8", "no_fp8"), ("nvfp4", "no_fp4")) if option(flag)],
-            modes=MODES[1:] if option("pre_quantize") else MODES,
+            modes=("prequantized",) if option("pre_quantize") else MODES,
             graphs=option("graphs"),
             cached_weights=option("weights") == "cached",
         )

@@ -85,7 +85,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV, default=False)
 def calibrate(session: nox.Session) -> None:
-    """How often the gate raises a false alarm and what it finds: `-- --baseline FILE --plant 'REGEX=2%' -- OPTIONS`."""
+    """How often the gate raises a false alarm and what it finds: `-- --baseline FILE --target REGEX -- OPTIONS`."""
     _set_up(session, *MEASURING, *REPORTING, *JUDGING)
     session.run("python", "-m", "benches.calibrate", *session.posargs)
 

@@ -1,31 +1,37 @@
 """How often the gate cries wolf, and what it sees: unchanged and planted runs in fresh processes, judged as in CI.
 
-    python -m benches.calibrate --baseline FILE [--unchanged 10] [--plant REGEX=SIZE ...] [--each 5]
+    python -m benches.calibrate --baseline FILE [--unchanged 10] [--target REGEX ... [--size 2% ...] [--planted N]]
                                 [--folder DIR] [--json OUT] [--plot OUT.png] [-- PYTEST OPTIONS]
 
-Every run is one of `pytest benches --benchmark-compare=FILE`, so suspects get their second look. Rates have 95 %
-intervals (Clopper and Pearson). Beside the gate's stand the rules of `--benchmark-compare-fail` on the same files.
+Every run is one of `pytest benches --benchmark-compare=FILE`, so suspects get their second look. In a planted run every
+target, which is one case or several, gets one of the sizes, and in the next run the next one: as many runs as there are
+sizes give each target each size once. Runs that are in the folder already are not made again, so that what was
+interrupted goes on. Rates have 95 % intervals (Clopper and Pearson). Beside the gate's stand the rules of
+`--benchmark-compare-fail` on the same files.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benches.harness.baselines import Results, load
 from benches.harness.planting import Plant, parse
+from benches.noise import band_of, kind_of
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
 
 GATE = "the gate"
+SIZES = ("1%", "2%", "3%", "5%")
 RULES = {"median:2%": ("median", 0.02), "mean:5%": ("mean", 0.05)}  # of --benchmark-compare-fail, in common use
 
 
@@ -86,20 +92,34 @@ def false_alarms(before: Results, unchanged: Sequence[Results]) -> list[Rate]:
     return rates
 
 
-def detections(before: Results, planted: Sequence[tuple[Plant, Results]]) -> list[Rate]:
-    """Over planted runs, plant by plant: matching cases that were called slower."""
-    rates = []
-    for text in dict.fromkeys(plant.text for plant, _ in planted):
-        trials = [(plant, run, alarms(before, run)) for plant, run in planted if plant.text == text]
-        for by in (GATE, *RULES):
-            hits = [
-                case in called[by]
-                for plant, run, called in trials
-                for case in run.timed
-                if case in before.timed and plant.pattern.search(case)
-            ]
-            rates.append(rate(text, by, hits))
-    return rates
+def detections(before: Results, planted: Sequence[Results]) -> list[Rate]:
+    """Over planted runs: cases of each kind, and of all, that were called slower, by the size planted in them."""
+    hits: dict[tuple[str, str, str], list[bool]] = {}
+    for run in planted:
+        called = alarms(before, run)
+        for plant, case in _trials(before, run):
+            for kind, by in itertools.product((_kind(before, case), "all"), called):
+                hits.setdefault((plant.size, kind, by), []).append(case in called[by])
+    ordered = sorted(hits, key=lambda key: (key[1] == "all", key[1]))  # sizes and rules stay as they came
+    return [rate(f"{kind}: {size}", by, hits[size, kind, by]) for size, kind, by in ordered]
+
+
+def _trials(before: Results, run: Results) -> Iterator[tuple[Plant, str]]:
+    """Each case with what was planted in it: those that a plant names, not those that share a part with them."""
+    for plant in map(parse, run.raw["suite"]["planted"]):
+        yield from ((plant, case) for case in run.timed if case in before.timed and plant.pattern.search(case))
+
+
+def _kind(before: Results, case: str) -> str:
+    """What kind of case it is, and how long it takes."""
+    timed = before.timed[case]
+    kind = kind_of(case.split("/")[0], timed.axis("mode"))
+    return f"{kind}, {band_of(timed.benchmark['stats']['median'], timed.extra.get('launches'))} a launch"
+
+
+def plants(targets: Sequence[str], sizes: Sequence[str], number: int) -> list[str]:
+    """What a run plants: in each target the size whose turn it is."""
+    return [f"{target}={sizes[(place + number) % len(sizes)]}" for place, target in enumerate(targets)]
 
 
 def run_once(baseline: Path, file: Path, options: Sequence[str]) -> Results:
@@ -113,41 +133,56 @@ def run_once(baseline: Path, file: Path, options: Sequence[str]) -> Results:
 
 
 def plot(rates: Sequence[Rate], path: Path) -> None:
-    """Detection by plant, with its interval, for the gate and each rule. Raises ImportError without matplotlib."""
+    """Detection by size, with its interval, for the gate and each rule; a panel for each kind of cases.
+
+    Raises ImportError without matplotlib.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    plants = list(dict.fromkeys(one.what for one in rates))
-    for offset, by in enumerate((GATE, *RULES)):
-        own = [one for one in rates if one.by == by and one.trials]
-        places = [plants.index(one.what) + 0.2 * (offset - 1) for one in own]
-        heights = [one.hits / one.trials for one in own]
-        below = [height - one.low for height, one in zip(heights, own, strict=True)]
-        above = [one.high - height for height, one in zip(heights, own, strict=True)]
-        axes.errorbar(places, heights, yerr=[below, above], fmt="o", capsize=3, label=by)
-    axes.set_xticks(range(len(plants)), plants, rotation=20, ha="right", fontsize=8)
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel("called slower")
-    axes.legend(frameon=False)
+    kinds = list(dict.fromkeys(one.what.split(": ")[0] for one in rates))
+    figure = Figure(figsize=(3 + 2.6 * len(kinds), 3.8), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
+        for offset, by in enumerate((GATE, *RULES)):
+            own = [one for one in rates if one.by == by and one.what.startswith(f"{kind}: ")]
+            heights = [one.hits / one.trials for one in own]
+            below = [height - one.low for height, one in zip(heights, own, strict=True)]
+            above = [one.high - height for height, one in zip(heights, own, strict=True)]
+            places = [place + 0.12 * (offset - 1) for place in range(len(own))]
+            axes.errorbar(places, heights, yerr=[below, above], fmt="o-", capsize=3, linewidth=0.8, label=by)
+            axes.set_xticks(range(len(own)), [one.what.split(": ")[1] for one in own])
+        axes.set_title(kind, fontsize=9)
+        axes.set_xlabel("planted")
+        axes.set_ylim(-0.02, 1.02)
+    figure.axes[0].set_ylabel("called slower")
+    figure.axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
 def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
     before = load(options.baseline)
-    plants = [parse(text) for text in options.plant]
+    sizes = options.size or list(SIZES)
+    for text in plants(options.target, sizes, 0):
+        parse(text)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="calibration-"))
     folder.mkdir(parents=True, exist_ok=True)
-    unchanged, planted = [], []
-    for number in range(options.unchanged):
-        print(f"unchanged run {number + 1} of {options.unchanged}, into {folder}", file=sys.stderr)
-        unchanged.append(run_once(options.baseline, folder / f"unchanged{number}.json", options.pytest))
-    for index, plant in enumerate(plants):
-        for number in range(options.each):
-            print(f"{plant.text}: run {number + 1} of {options.each}", file=sys.stderr)
-            extra = [*options.pytest, f"--plant={plant.text}"]
-            planted.append((plant, run_once(options.baseline, folder / f"plant{index}-{number}.json", extra)))
+    rounds = 2 * len(sizes) if options.planted is None else options.planted
+    unchanged = [_run(options, folder / f"unchanged{number}.json", []) for number in range(options.unchanged)]
+    planted = [
+        _run(options, folder / f"planted{number}.json", plants(options.target, sizes, number))
+        for number in range(rounds if options.target else 0)
+    ]
     return false_alarms(before, unchanged), detections(before, planted)
+
+
+def _run(options: argparse.Namespace, file: Path, planted: Sequence[str]) -> Results:
+    """A run of the folder's, made if it is not there. Raises ValueError for one that planted something else."""
+    if not file.exists():
+        print(f"{file}: {' '.join(planted) or 'nothing planted'}", file=sys.stderr)
+        return run_once(options.baseline, file, [*options.pytest, *(f"--plant={text}" for text in planted)])
+    found = load(file)
+    if found.raw["suite"]["planted"] != list(planted):
+        raise ValueError(f"{file} is there, with other plants: {' '.join(found.raw['suite']['planted']) or 'none'}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,11 +190,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches.calibrate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--baseline", required=True, type=Path, metavar="FILE", help="what runs are judged against")
     parser.add_argument("--unchanged", type=int, default=10, metavar="N", help="runs in which nothing is planted")
-    parser.add_argument("--plant", action="append", default=[], metavar="REGEX=SIZE", help="as pytest's; repeatable")
-    parser.add_argument("--each", type=int, default=5, metavar="N", help="runs of each plant")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="where results files go; default: a new one")
+    parser.add_argument("--target", action="append", default=[], metavar="REGEX", help="cases to slow down; repeatable")
+    sizes = f"slowdowns, as --plant has them; repeatable; default: {', '.join(SIZES)}".replace("%", "%%")
+    parser.add_argument("--size", action="append", default=[], metavar="SIZE", help=sizes)
+    parser.add_argument("--planted", type=int, metavar="N", help="planted runs; default: two for each size")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="where results files are; default: a new one")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rates")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw detection by plant")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw detection by size")
     parser.add_argument("pytest", nargs="*", metavar="OPTION", help="after --: pytest's, which select the cases")
     options = parser.parse_args(arguments)
     try:

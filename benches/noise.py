@@ -2,19 +2,21 @@
 
     python -m benches.noise RUN1.json RUN2.json ... [--json OUT.json]
 
-Each file is a run of its own process with the same selection (`nox -s noise` makes them). A case's spread is the
-standard deviation of its medians over the runs, relative to their mean. Imports neither torch nor pytest.
+Each file is a run of its own process (`nox -s noise` makes them with the same selection). A case's spread is the
+standard deviation of its medians from run to run on one board, relative to their mean; what boards differ by is left
+out. Imports neither torch nor pytest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from benches.report.analysis import MALFORMED, USAGE_ERROR, timed_cases
@@ -22,23 +24,31 @@ from shapes.printing import print_text
 
 FEWEST_RUNS = 2
 FEW = 3  # cases that a line names
-# Lower ends, in seconds: below 15 us a time is mostly the GPU's own start and end of a kernel.
+# Lower ends, in seconds per launch: what processes and boards differ by depends on how long kernels are, not on how
+# many there are. Below 15 us a time is mostly the GPU's own start and end of a kernel.
 BANDS = {"100 us and more": 100e-6, "15 to 100 us": 15e-6, "below 15 us": 0.0}
 
 
-def band_of(time_s: float) -> str:
-    """Which of BANDS a time is in."""
-    return next(name for name, least_s in BANDS.items() if time_s >= least_s)
+def band_of(time_s: float, launches: int | None) -> str:
+    """Which of BANDS the time per launch is in; where launches are not known, as on a CPU, the whole time."""
+    return next(name for name, least_s in BANDS.items() if time_s / (launches or 1) >= least_s)
+
+
+def kind_of(kind: str, mode: str | None) -> str:
+    """Cases of which kind differ alike from run to run: quantizations wait for memory, GEMMs do not."""
+    return mode if mode == "quantization" else kind
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A case's times over several processes: seconds of each run's median."""
+    """A case's times over several processes: seconds of each run's median, and which board the run was on."""
 
     case: str
     kind: str
     regime: str
     runs_s: tuple[float, ...]
+    boards: tuple[str, ...] = ()  # none: all on one
+    launches: int | None = None
 
     @property
     def mean_s(self) -> float:
@@ -47,31 +57,50 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """Standard deviation of the runs' medians over their mean."""
-        return stdev(self.runs_s) / self.mean_s
+        """Standard deviation of the runs' medians over their mean, board by board, pooled."""
+        groups = self.by_board()
+        squares = sum((time_s / fmean(own) - 1) ** 2 for own in groups for time_s in own)
+        return math.sqrt(squares / (len(self.runs_s) - len(groups)))
+
+    def by_board(self) -> list[list[float]]:
+        """The runs' medians, board by board."""
+        groups: dict[str, list[float]] = {}
+        for time_s, board in zip(self.runs_s, self.boards or [""] * len(self.runs_s), strict=True):
+            groups.setdefault(board, []).append(time_s)
+        return list(groups.values())
 
     @property
     def band(self) -> str:
-        """Which of BANDS the time is in."""
-        return band_of(self.mean_s)
+        """Which of BANDS the time per launch is in."""
+        return band_of(self.mean_s, self.launches)
 
 
 def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
     """The spread of each case that has a time in every run, in the first run's order.
 
-    Raises ValueError for fewer than two runs, for a file that is not this suite's, for runs of different GPUs, and
-    where no case is in all of them.
+    Raises ValueError for fewer than two runs on every board, for a file that is not this suite's, and where no case is
+    in all of them.
     """
     if len(runs) < FEWEST_RUNS:
         raise ValueError(f"{len(runs)} run has no spread: at least {FEWEST_RUNS} are needed")
-    tables = [{found.case: found.median_s for found in timed_cases(run)} for run in runs]
-    boards = {((run.get("machine_info") or {}).get("gpu") or {}).get("uuid") for run in runs}
-    if len(boards) > 1:
-        raise ValueError(f"runs of {len(boards)} different GPUs: their difference is not noise")
+    tables = [{found.case: found for found in timed_cases(run)} for run in runs]
+    boards = tuple(str(((run.get("machine_info") or {}).get("gpu") or {}).get("uuid")) for run in runs)
+    if len(set(boards)) == len(runs):
+        raise ValueError(f"{len(runs)} runs of as many different GPUs: what these differ by is not noise")
     shared = [case for case in tables[0] if all(case in table for table in tables)]
     if not shared:
         raise ValueError("no case has a time in every run")
-    return [Spread(case.id, case.kind, case.regime, tuple(table[case] for table in tables)) for case in shared]
+    return [
+        Spread(
+            case.id,
+            kind_of(case.kind, getattr(case, "mode", None)),
+            case.regime,
+            tuple(table[case].median_s for table in tables),
+            boards,
+            tables[0][case].proof.launches,
+        )
+        for case in shared
+    ]
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -109,14 +138,14 @@ def _proofs(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def table(found: Sequence[Spread]) -> str:
     """One line per kind, regime and band: how many cases, their median spread, and the largest with its case."""
-    lines = [f"{'kind':6} {'regime':10} {'time':16} {'cases':>5} {'median':>8} {'largest':>8}  of"]
+    lines = [f"{'kind':12} {'regime':10} {'per launch':16} {'cases':>5} {'median':>8} {'largest':>8}  of"]
     groups: dict[tuple[str, str, str], list[Spread]] = {}
     for spread in found:
         groups.setdefault((spread.kind, spread.regime, spread.band), []).append(spread)
     for (kind, regime, band), members in groups.items():
         middle, worst = median(one.relative for one in members), max(members, key=lambda one: one.relative)
         lines.append(
-            f"{kind:6} {regime:10} {band:16} {len(members):5} {middle:8.2%} {worst.relative:8.2%}  {worst.case}"
+            f"{kind:12} {regime:10} {band:16} {len(members):5} {middle:8.2%} {worst.relative:8.2%}  {worst.case}"
         )
     return "\n".join(lines)
 
@@ -138,7 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MALFORMED as error:
         print(f"benches.noise: not a usable results file ({type(error).__name__}: {error})", file=sys.stderr)
         return USAGE_ERROR
-    heading = f"{len(options.runs)} processes; spread: standard deviation of a case's medians, relative to their mean"
+    boards = len(found[0].by_board())
+    where = f" on {boards} boards" if boards > 1 else ""
+    within = ", within a board" if boards > 1 else ""
+    heading = (
+        f"{len(runs)} processes{where}; spread: standard deviation of a case's medians{within}, relative to their mean"
+    )
     lines = [heading, table(found)]
     lines += [f"{name} differ from run to run in {len(cases)} cases: {_few(cases)}" for name, cases in unequal.items()]
     return print_text("\n".join(lines if unequal else [*lines, "launches, kernels and memory are equal in all runs"]))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shapes.backends.build import QUANTIZATIONS, GemmSteps, build_layer
+from shapes.backends.build import GemmSteps, build_layer
 from shapes.cases import support
-from shapes.gemms import PASSES, layer_linears
+from shapes.gemms import PASSES, QUANTIZATIONS, layer_linears
 from shapes.models import MODELS, ModelConfig
 from shapes.recipes import RECIPES, Recipe
 from shapes.stages import STAGES

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from correctness import tensors
+from correctness.strategies import matrix_shapes, values
 from shapes.backends import te
 from shapes.backends.emulation.formats import FORMATS, decode
 from shapes.backends.emulation.hadamard import hadamard_matrix
@@ -24,6 +27,7 @@ from shapes.backends.emulation.linear import EmulatedLinear
 from shapes.backends.emulation.scaling import DelayedScale, Quantized, Quantizer
 from shapes.recipes import RECIPES, Recipe
 
+DRAWN = 200  # tensors that Hypothesis draws for each case
 SEEDS = 3  # times shapes, times kinds of tensors: 240 tensors for each case
 _ANY = [(128, 256), (256, 384), (130, 200), (16, 48), (8, 1024), (24, 64), (1, 128), (257, 33)]
 _OF_32 = [(32, 32), (64, 96), (128, 256), (32, 1024), (1024, 32), (160, 64), (256, 128), (96, 352)]
@@ -246,6 +250,14 @@ def check_copies(source: Any, case: Case, x: Tensor, where: str) -> None:
         assert copies[1].amax == amax_of(x), where
 
 
+def check_drawn(source: Any, case: Case, data: st.DataObject, device: str) -> None:
+    """The copies of one tensor that Hypothesis draws."""
+    step = {"mxfp8": 32, "nvfp4": 16}.get(case.recipe.id, 1)
+    shape = data.draw(matrix_shapes(step, step, most=320))
+    drawn = data.draw(values())
+    check_copies(source, case, drawn.tensor(shape).to(device), f"{drawn} {shape}")
+
+
 def check_stochastic_rounding(source: Any, x: Tensor, draws: int = 25) -> None:
     """Scales as without; each value one of the two neighbours; the mean nearer to x than rounding to nearest."""
     recipe = RECIPES["nvfp4"]
@@ -329,6 +341,17 @@ def test_codes_and_scales_are_the_emulation_s(on_gpu: None, case: Case) -> None:
             check_copies(te, case, x, f"{kind} {shape} seed {seed}")
 
 
+@each_case
+@settings(max_examples=max(DRAWN, settings().max_examples))
+@given(data=st.data())
+def test_codes_and_scales_of_drawn_tensors_are_the_emulation_s(device: str, case: Case, data: st.DataObject) -> None:
+    """Of 200 tensors that Hypothesis draws: any size that the recipe takes, values and scale, seed and all."""
+    if device == "cpu":
+        pytest.skip("needs Transformer Engine and a GPU; this run is on the CPU")
+    skip_unsupported(case.recipe.id)
+    check_drawn(te, case, data, device)
+
+
 @pytest.mark.parametrize("name", ["current", "block_1d", "block_2d", "block_1d_float32", "block_2d_float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_types_of_input_are_quantized_alike(on_gpu: None, name: str, dtype: torch.dtype) -> None:
@@ -361,6 +384,13 @@ def test_an_option_that_te_s_quantizer_lacks_is_refused(on_gpu: None) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- with the stand-in
+
+
+@each_case
+@given(data=st.data())
+def test_copies_of_drawn_tensors_survive_te_s_layouts(case: Case, data: st.DataObject) -> None:
+    """The check itself."""
+    check_drawn(StandIn(), case, data, "cpu")
 
 
 @each_case

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shapes.gemms import PASSES, LinearGroup
+from shapes.gemms import PASSES, QUANTIZATIONS, LinearGroup
 from shapes.recipes import RECIPES
 from shapes.stages import EXECUTIONS, STAGES
 
 LAYER_PASSES = ("forward", "backward", "forward_backward")
-MODES = ("autocast", "prequantized")
+MODES = ("autocast", "prequantized", "quantization")
 
 # How rounds follow each other. `rested`: the GPU idles before each short batch, so that its power limit does not
 # matter. `sustained` and `in_layer`: back to back, as in training, a layer as a whole and its GEMMs one by one.
@@ -59,9 +59,9 @@ class LayerCase(_Case):
 
 @dataclass(frozen=True)
 class GemmCase(_Case):
-    """The time of one GEMM: alone (prequantized), or with the quantizations done for it (autocast).
+    """The time of one GEMM: with the quantizations done for it (autocast), alone (prequantized), or of those alone.
 
-    Without quantization both would be the same, and the only mode is autocast.
+    Without quantization there is nothing to tell apart, and the only mode is autocast.
     """
 
     kind = "gemm"
@@ -97,13 +97,13 @@ def layer_cases(
 
 
 def gemm_cases(group: LinearGroup, recipes: Sequence[str], modes: Sequence[str], device: str) -> Iterator[GemmCase]:
-    """Cases of a group's GEMMs."""
-    for recipe in recipes:
-        for regime in GEMM_REGIMES[device]:
-            for mode in modes if RECIPES[recipe].quantized else MODES[:1]:
-                for pass_name in PASSES:
-                    for linear in group.linears:
-                        yield GemmCase(group.name, recipe, regime, mode, pass_name, linear.name)
+    """Cases of a group's GEMMs, and of their quantizations where a pass has any."""
+    for recipe, regime in itertools.product(recipes, GEMM_REGIMES[device]):
+        for mode, pass_name in itertools.product(modes if RECIPES[recipe].quantized else MODES[:1], PASSES):
+            if mode == "quantization" and not QUANTIZATIONS[pass_name]:
+                continue
+            for linear in group.linears:
+                yield GemmCase(group.name, recipe, regime, mode, pass_name, linear.name)
 
 
 def _ask_te(recipe: str) -> str | None:

@@ -10,6 +10,9 @@ from shapes.models import LARGEST, ModelConfig
 PASSES = ("fprop", "dgrad", "wgrad")
 LINEARS = ("qkv", "attn_out", "mlp_up", "mlp_down")
 
+# The quantizations that Transformer Engine does in the pass of a GEMM; wgrad reuses what the other passes made.
+QUANTIZATIONS = {"fprop": ("quantize_x", "quantize_w"), "dgrad": ("quantize_dy",), "wgrad": ()}
+
 
 @dataclass(frozen=True)
 class Gemm:

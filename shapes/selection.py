@@ -16,7 +16,7 @@ DEFAULT_MODELS = {"cuda": ("codonfm_5b", "llama3_8b"), "cpu": ("tiny",)}
 
 @dataclass(frozen=True)
 class Selection:
-    """Models and shapes to measure, in which stages, recipes, executions and GEMM modes, on `cuda` or `cpu`."""
+    """Models and shapes to measure, in which stages, recipes, executions and modes of GEMMs, on `cuda` or `cpu`."""
 
     device: str
     models: tuple[ModelConfig, ...]

@@ -25,6 +25,7 @@ import numpy as np
 
 from benches.harness.baselines import AXES, Results, Sample, Timed, axes_of
 from benches.harness.comparison import (
+    BOARD_DEVIATION,
     BOARD_DEVIATIONS,
     HOST_BOARD_DEVIATION,
     Comparison,
@@ -42,10 +43,11 @@ from benches.harness.differences import (
     changes,
     kernel_changes,
     machine_changes,
+    parts_of,
     state_changes,
 )
 from benches.harness.moderation import Array, Key, Scatter, stated_deviation
-from benches.noise import band_of
+from benches.noise import Spread, band_of, kind_of
 from benches.report.analysis import KNOWN
 
 VERDICTS = ("SLOWER", "MISSING", "CHANGED", "UNRESOLVED", "NEW", "FASTER", "SAME")
@@ -62,6 +64,9 @@ CONTROL_OF = {
     "gemm_fp4": "fp8_gemm",
 }
 OTHERS_CONTROL = "copy"  # what is no GEMM is bound by memory
+# Three H200s whose GEMM controls were 1.1 to 1.9 % apart: GEMMs of 160 us and more were 0.7 to 1 times as far apart,
+# those of less than 90 us were not (0 +- 0.5 %), nor were quantizations. In short kernels power does not count.
+LEAST_FOLLOWING_S = 100e-6
 UNSEEN = ("gemm", "copy")  # stand for cases whose kernels cannot be seen, half each
 
 
@@ -194,7 +199,7 @@ def _times(before: Results, now: Results, cases: Sequence[str], others: Scatter 
         tables[1],
         keys=keys,
         stated=np.array([stated_deviation(key, before.machine.device) for key in keys]),
-        apart=np.array([BOARD_DEVIATIONS.get(key[1], max(BOARD_DEVIATIONS.values())) for key in keys]),
+        apart=np.array([BOARD_DEVIATIONS.get(key[1:], BOARD_DEVIATION) for key in keys]),
         controls=Controls(controls[0], controls[1], _weights(before, now, cases), before.machine.device),
         others=others,
     )
@@ -243,7 +248,8 @@ def _boards(results: Results, side: int) -> Any:
 
 
 def _key(timed: Timed, time_s: float) -> Key:
-    return timed.case.split("/")[0], str(timed.axis("regime")), band_of(time_s)
+    kind = kind_of(timed.case.split("/")[0], timed.axis("mode"))
+    return kind, str(timed.axis("regime")), band_of(time_s, timed.extra.get("launches"))
 
 
 def _weights(before: Results, now: Results, cases: Sequence[str]) -> Array:
@@ -254,15 +260,28 @@ def _weights(before: Results, now: Results, cases: Sequence[str]) -> Array:
         category_s = before.timed[case].extra.get("category_s") or {}
         whole = sum(category_s.values())
         shares = {name: time_s / whole for name, time_s in category_s.items()} if whole else {}
-        for control, share in _by_control(shares, has_fp8):
+        for control, share in _by_control(shares, _short_shares(before.timed[case]), has_fp8):
             weights[row, DEVICE_CONTROLS.index(control)] += share
     return weights
 
 
-def _by_control(shares: Mapping[str, float], has_fp8: bool) -> Iterator[tuple[str, float]]:
+def _short_shares(timed: Timed) -> dict[str, float]:
+    """By category: how much of its kernels' time is in kernels too short to follow the GEMMs' controls."""
+    whole: dict[str, float] = {}
+    short: dict[str, float] = {}
+    for kernel in (parts_of(timed).kernels or {}).values():
+        whole[kernel.category] = whole.get(kernel.category, 0.0) + kernel.device_s
+        if kernel.device_s < LEAST_FOLLOWING_S * kernel.count:
+            short[kernel.category] = short.get(kernel.category, 0.0) + kernel.device_s
+    return {category: seconds / whole[category] for category, seconds in short.items() if seconds}
+
+
+def _by_control(shares: Mapping[str, float], short: Mapping[str, float], has_fp8: bool) -> Iterator[tuple[str, float]]:
     for category, share in shares.items():
         control = CONTROL_OF.get(category, OTHERS_CONTROL)
-        yield "gemm" if control == "fp8_gemm" and not has_fp8 else control, share
+        apart = share * short.get(category, 0.0)
+        yield "gemm" if control == "fp8_gemm" and not has_fp8 else control, share - apart
+        yield OTHERS_CONTROL, apart
     if not shares:
         yield from ((control, 1 / len(UNSEEN)) for control in UNSEEN)
 
@@ -297,17 +316,18 @@ def scatter(spreads: Sequence[Mapping[str, Any]]) -> Scatter | None:
     Raises ValueError where a case has no name or no times of several runs, and whatever a list of another shape raises.
     """
     keys: list[Key] = []
-    logs = []
+    variance, df = [], []
     for spread in spreads:
-        case, times_s = str(spread["case"]), [float(time_s) for time_s in spread["runs_s"]]
-        if len(times_s) < 2 or not all(1e-12 < time_s < 1e12 for time_s in times_s):
-            raise ValueError(f"{case}: {times_s} are not the times of several runs")
-        keys.append((case.split("/")[0], axes_of(case)["regime"], band_of(float(np.median(times_s)))))
-        logs.append(np.log(times_s))
-    if not keys:
-        return None
-    variance = np.array([runs.var(ddof=1) for runs in logs])
-    return Scatter(keys, variance, np.array([len(runs) - 1.0 for runs in logs]))
+        case, times_s = str(spread["case"]), tuple(float(time_s) for time_s in spread["runs_s"])
+        axes = axes_of(case)
+        kind = kind_of(case.split("/")[0], axes.get("mode"))
+        groups = Spread(case, kind, axes["regime"], times_s, tuple(spread.get("boards") or ())).by_board()
+        df.append(float(len(times_s) - len(groups)))
+        if not df[-1] or not all(1e-12 < time_s < 1e12 for time_s in times_s):
+            raise ValueError(f"{case}: {list(times_s)} are not the times of several runs on a board")
+        keys.append((kind, axes["regime"], band_of(float(np.median(times_s)), spread.get("launches"))))
+        variance.append(sum(len(own) * float(np.var(np.log(own))) for own in groups) / df[-1])
+    return Scatter(keys, np.array(variance), np.array(df)) if keys else None
 
 
 # --- verdicts ----------------------------------------------------------------------------------------------------

@@ -40,10 +40,11 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     return ordered[ranks[0]], ordered[ranks[1]]
 
 
-def is_precise(samples: Sequence[float], tolerance: float, confidence: float = 0.95) -> bool:
-    """Whether the median's interval lies within +- tolerance (relative) of the median."""
+def is_precise(samples: Sequence[float], tolerance: float, confidence: float = 0.95, enough: float = 0.0) -> bool:
+    """Whether the median's interval is within +- tolerance (relative) of the median, or +- enough (absolute)."""
     interval = median_interval(samples, confidence)
     if interval is None:
         return False
     middle = median(samples)
-    return middle - interval[0] <= tolerance * middle and interval[1] - middle <= tolerance * middle
+    allowed = max(tolerance * middle, enough)
+    return middle - interval[0] <= allowed and interval[1] - middle <= allowed

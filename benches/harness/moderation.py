@@ -25,7 +25,8 @@ FEWEST_TO_BORROW = 8  # cases; of fewer, how much their variances scatter cannot
 CAUTION = 20.0  # standard errors times cases
 FEWEST_ALONE = 2  # degrees of freedom with which a case can do without the others
 MOST_DF = 1e6  # as good as infinitely many
-LEAST_VARIANCE = 1e-10  # of logs: 0.001 %. Runs that agree exactly did so by chance, or on a coarse clock
+LEAST_VARIANCE = 1e-10  # of logs: 0.001 %. Runs that agree exactly did so by chance
+CLOCK_TICK_S = 32e-9  # an H200's events are told in steps of it
 
 # Where nothing else is known: standard deviations of logs over five or six processes on an H200, rested as
 # `nox -s noise` found them (medians 0.05 to 0.08 % from 100 us, 0.3 to 0.6 % from 15 us, 1.5 to 2 % below), rounded
@@ -124,6 +125,15 @@ def moderate(own: Scatter, others: Scatter | None, stated: Array) -> Moderated:
         variance[rows] = (prior_df * prior + own.df[rows] * own.variance[rows]) / total
         df[rows] = np.minimum(total, pooled_df)
     return Moderated(np.maximum(variance, LEAST_VARIANCE), df, is_stated)
+
+
+def rounded(variance: Array, seconds: Array) -> Array:
+    """Variances of log times that are not less than a time that is told in clock ticks can have.
+
+    Medians of short kernels are often equal to the tick. Taken as they are, a case of no variance among others makes
+    its kind look as if nothing could be learned of one from the others.
+    """
+    return np.maximum(variance, (CLOCK_TICK_S / seconds) ** 2 / 12)
 
 
 def _codes(keys: Sequence[Key], names: list[Key]) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ class Plant:
 
     text: str
     pattern: re.Pattern[str]
+    size: str  # as it was given
     share: float = 0.0
     device_s: float = 0.0
     host_s: float = 0.0
@@ -40,9 +41,11 @@ def parse(text: str) -> Plant:
     except re.error as error:
         raise ValueError(f"--plant {text!r}: {pattern!r} is no regular expression: {error}") from None
     if match["percent"]:
-        return Plant(text, compiled, share=float(match["percent"]) / 100)
+        return Plant(text, compiled, size, share=float(match["percent"]) / 100)
     seconds = float(match["us"]) * 1e-6
-    return Plant(text, compiled, host_s=seconds) if match["host"] else Plant(text, compiled, device_s=seconds)
+    if match["host"]:
+        return Plant(text, compiled, size, host_s=seconds)
+    return Plant(text, compiled, size, device_s=seconds)
 
 
 def planted(

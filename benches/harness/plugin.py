@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -278,6 +279,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from shapes.backends.te import unsupported_reason
 
         unsupported_reason("bf16")
+        gc.freeze()  # hundreds of thousands of objects that live on; each new layer collects what the last one left
     if cases and _measures(config):
         config.stash[RESULTS]["selected"] = cases
         _begin_journal(config)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 from shapes.cases import LAYER_PASSES, MODES, GemmCase, LayerCase
-from shapes.gemms import PASSES, Gemm, LinearGroup, layer_linears, parse_shapes
+from shapes.gemms import PASSES, QUANTIZATIONS, Gemm, LinearGroup, layer_linears, parse_shapes
 from shapes.models import ModelConfig
 from shapes.recipes import RECIPES
 from shapes.stages import EXECUTIONS, STAGES
@@ -28,6 +28,7 @@ REFERENCE_STAGES = ("torch", "torch_sdpa")
 PREFERRED_LAYER_REGIMES = ("sustained", "rested")
 PREFERRED_GEMM_REGIMES = ("in_layer", "rested")
 REGIMES = tuple(dict.fromkeys((*PREFERRED_LAYER_REGIMES, *PREFERRED_GEMM_REGIMES)))
+GEMM_MODES = ("autocast", "prequantized")  # the GEMM is in the time
 KNOWN = {
     "stage": tuple(STAGES),
     "recipe": tuple(RECIPES),
@@ -190,7 +191,7 @@ class ModelReport:
 
     def quantization_share(self, recipe: str) -> float | None:
         """(autocast - prequantized) / autocast of a layer's GEMMs: the fraction that quantization takes."""
-        both = [_layer_s(self.gemms.get(mode), recipe) for mode in MODES]
+        both = [_layer_s(self.gemms.get(mode), recipe) for mode in GEMM_MODES]
         if not RECIPES[recipe].quantized or None in both:
             return None
         autocast, prequantized = both
@@ -412,7 +413,10 @@ def _given_shapes(name: str, measured: Iterable[GemmCase], not_measured: Sequenc
 
 
 def _gemm_table(mode: str, group: LinearGroup, measured: Mapping[GemmCase, Measurement[GemmCase]]) -> GemmTable | None:
-    """None when no recipe was measured in this mode; unquantized ones alone make no second table."""
+    """None when no recipe was measured in this mode; unquantized ones alone make no second table.
+
+    One of quantizations has no lines of passes, and no recipes, that have none.
+    """
     regime = _first(PREFERRED_GEMM_REGIMES, {case.regime for case in measured})
     recipes = {case.recipe for case in measured if (case.mode, case.regime) == (mode, regime)}
     quantized = {case.recipe for case in measured if RECIPES[case.recipe].quantized}
@@ -420,11 +424,11 @@ def _gemm_table(mode: str, group: LinearGroup, measured: Mapping[GemmCase, Measu
         return None
 
     def find(recipe: str, gemm: Gemm) -> Measurement[GemmCase] | None:
-        in_mode = mode if RECIPES[recipe].quantized else MODES[0]
+        in_mode = mode if RECIPES[recipe].quantized or mode == "quantization" else "autocast"
         return measured.get(GemmCase(group.name, recipe, regime, in_mode, gemm.pass_name, gemm.linear))
 
     rows = []
-    for planned in group.gemms():
+    for planned in (gemm for gemm in group.gemms() if mode in GEMM_MODES or QUANTIZATIONS[gemm.pass_name]):
         found = {recipe: find(recipe, planned) for recipe in _in_order(RECIPES, {case.recipe for case in measured})}
         # The shape that ran wins over the one that this version of the suite would run.
         gemm = next((one.gemm for one in found.values() if one and one.gemm), planned)
@@ -441,15 +445,15 @@ def _layer_s(table: GemmTable | None, recipe: str) -> float | None:
 
 
 def _split(gemms: Mapping[str, GemmTable], recipe: str) -> GemmSplit | None:
-    autocast, prequantized = MODES
-    layer_s = {mode: _layer_s(gemms.get(mode), recipe) for mode in MODES}
+    autocast, prequantized = GEMM_MODES
+    layer_s = {mode: _layer_s(gemms.get(mode), recipe) for mode in GEMM_MODES}
     complete = [mode for mode in (prequantized, autocast) if layer_s[mode] is not None]
     if not complete:
         return None
     mode = complete[0]
     pass_s = {name: gemms[mode].pass_s(name, recipe) or 0.0 for name in PASSES}
     quantization_s = None if RECIPES[recipe].quantized else 0.0
-    if len(complete) == len(MODES):
+    if len(complete) == len(GEMM_MODES):
         quantization_s = layer_s[autocast] - layer_s[prequantized]  # type: ignore[operator]
     return GemmSplit(recipe, mode, pass_s, quantization_s)
 

@@ -27,6 +27,7 @@ CPU_NOTICE = "CPU times: PyTorch layers and emulated recipes; they say nothing a
 MODE_MEANING = {
     "autocast": "GEMMs with the quantizations done for them",
     "prequantized": "GEMMs alone, operands quantized beforehand",
+    "quantization": "what is quantized for these GEMMs, x and w for fprop and dy for dgrad",
 }
 WORK = {  # columns of the table of what a step runs: names of harness.kernels.CATEGORIES
     "GEMM": ("gemm_fp8", "gemm_fp4", "gemm_bf16", "gemm_other"),
@@ -254,7 +255,7 @@ def _gemm_lines(model: ModelReport, table: GemmTable, unit: str) -> tuple[list[L
     lines: list[Line] = []
     ends: set[int] = set()
     line = partial(_time_line, table)
-    for name in PASSES:
+    for name in dict.fromkeys(row.gemm.pass_name for row in table.rows):
         for row in (row for row in table.rows if row.gemm.pass_name == name):
             labels = (f"{name} {row.gemm.linear}", row.gemm.mkn)
             lines.append(line(labels, row.seconds.get, unit, marked=row.launch_bound))
@@ -263,13 +264,14 @@ def _gemm_lines(model: ModelReport, table: GemmTable, unit: str) -> tuple[list[L
     lines.append(line(("layer", "sum"), table.layer_s, unit, total=True))
     if table.repeats > 1:
         lines.append(line((f"{table.repeats} layers", "in ms"), table.model_s, "ms", total=True))
-    rates = tuple(Cell(significant(table.layer_tflops(recipe), RATIO_DIGITS)) for recipe in table.recipes)
-    lines.append(Line(("layer", "TFLOP/s"), rates))
+    if table.mode != "quantization":
+        rates = tuple(Cell(significant(table.layer_tflops(recipe), RATIO_DIGITS)) for recipe in table.recipes)
+        lines.append(Line(("layer", "TFLOP/s"), rates))
     for name in PASSES:
         errors = [table.pass_error(name, recipe) for recipe in table.recipes]
         if any(errors):
             lines.append(Line((f"{name} error", "worst"), tuple(Cell(percent(error, 2)) for error in errors)))
-    if table.mode == MODES[0] and len(model.gemms) == len(MODES):
+    if table.mode == "autocast" and "prequantized" in model.gemms:
         shares = tuple(
             Cell(percent(model.quantization_share(recipe)) if RECIPES[recipe].quantized else "")
             for recipe in table.recipes

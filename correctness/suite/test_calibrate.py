@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from benches import calibrate
-from benches.calibrate import GATE, Rate, alarms, detections, false_alarms, main, rate
+from benches.calibrate import GATE, Rate, alarms, detections, false_alarms, main, plants, rate
 from benches.harness.baselines import Results, pool, read
-from benches.harness.planting import parse
 from correctness.suite.fake_results import CASES, TIMES, noisy, results, runs
 
 BEFORE = read(pool(runs(5)), "before")
@@ -20,9 +19,11 @@ SLOWED = CASES[3]
 
 
 def run(seed: int, slower: float = 1.0) -> Results:
-    """A run of now, in which one case is slower."""
+    """A run of now, in which one case is slower, and says that this was planted."""
     times = noisy(TIMES, 0.001, 100 + seed)
-    return read(results(times | {SLOWED: times[SLOWED] * slower}), f"run {seed}")
+    raw = results(times | {SLOWED: times[SLOWED] * slower})
+    raw["suite"]["planted"] = [f"{SLOWED}$={100 * slower - 100:.0f}%"] if slower > 1 else []
+    return read(raw, f"run {seed}")
 
 
 def test_a_rate_has_the_exact_interval() -> None:
@@ -46,10 +47,18 @@ def test_unchanged_runs_raise_no_alarm() -> None:
 def test_a_planted_case_is_found_and_no_other() -> None:
     """5 % is far above this noise; the rule of 2 % of the median sees it, that of 5 % of the mean does not surely."""
     assert alarms(BEFORE, run(0, slower=1.05))[GATE] == {SLOWED}
-    plant = parse(f"{SLOWED}$=5%")
-    rates = {one.by: one for one in detections(BEFORE, [(plant, run(seed, slower=1.05)) for seed in range(3)])}
-    assert (rates[GATE].hits, rates[GATE].trials) == (3, 3)
-    assert (rates["median:2%"].hits, rates["median:2%"].trials) == (3, 3)
+    rates = {(one.what, one.by): one for one in detections(BEFORE, [run(seed, slower=1.05) for seed in range(3)])}
+    kind = "layer, 100 us and more a launch"
+    for by in (GATE, "median:2%"):
+        assert (rates[f"{kind}: 5%", by].hits, rates[f"{kind}: 5%", by].trials) == (3, 3)
+        assert rates["all: 5%", by].hits == 3
+
+
+def test_each_target_gets_each_size_in_its_turn() -> None:
+    """And in one run the targets get different ones."""
+    sizes = ["1%", "2%", "3%"]
+    planted = [plants(["a", "b"], sizes, number) for number in range(3)]
+    assert planted == [["a=1%", "b=2%"], ["a=2%", "b=3%"], ["a=3%", "b=1%"]]
 
 
 def test_a_line_says_rate_and_interval() -> None:
@@ -78,19 +87,42 @@ def test_the_command_runs_judges_writes_and_draws(
 
     monkeypatch.setattr(calibrate, "run_once", run_once)
     out, picture = tmp_path / "rates.json", tmp_path / "power.png"
-    words = [f"--baseline={baseline}", "--unchanged=2", "--each=1", f"--plant={SLOWED}=5%", f"--json={out}"]
-    assert main([*words, f"--plot={picture}", f"--folder={tmp_path}", "--", "-m", "rested"]) == 0
-    assert asked == [["-m", "rested"]] * 2 + [["-m", "rested", f"--plant={SLOWED}=5%"]]
-    assert [one["hits"] for one in json.loads(out.read_text())["planted"] if one["by"] == GATE] == [1]
+    words = [f"--baseline={baseline}", "--unchanged=2", "--planted=1", f"--target={SLOWED}$", "--size=5%"]
+    assert main([*words, f"--json={out}", f"--plot={picture}", f"--folder={tmp_path}", "--", "-m", "rested"]) == 0
+    assert asked == [["-m", "rested"]] * 2 + [["-m", "rested", f"--plant={SLOWED}$=5%"]]
+    assert [one["hits"] for one in json.loads(out.read_text())["planted"] if one["by"] == GATE] == [1, 1]
     assert picture.stat().st_size > 1000
     assert "unchanged suites with an alarm" in capsys.readouterr().out
+
+
+def test_what_was_interrupted_goes_on(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are in the folder are judged, and only the others are made."""
+    made: list[str] = []
+
+    def run_once(_: Path, file: Path, __: list[str]) -> Results:
+        made.append(file.name)
+        return run(1)
+
+    monkeypatch.setattr(calibrate, "run_once", run_once)
+    (tmp_path / "unchanged0.json").write_text(json.dumps(run(0).raw))
+    (tmp_path / "planted0.json").write_text(json.dumps(run(0, slower=1.05).raw))
+    words = [f"--baseline={baseline}", "--unchanged=2", "--planted=1", f"--target={SLOWED}$", f"--folder={tmp_path}"]
+    assert main([*words, "--size=5%"]) == 0
+    assert made == ["unchanged1.json"]
+
+
+def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, capsys: Any) -> None:
+    """A folder of another calibration is not taken for this one's."""
+    (tmp_path / "unchanged0.json").write_text(json.dumps(run(0, slower=1.05).raw))
+    assert main([f"--baseline={baseline}", "--unchanged=1", f"--folder={tmp_path}"]) == 4
+    assert "unchanged0.json is there, with other plants" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["--baseline=nowhere.json"], "nowhere.json: No such file"),
-        (["--baseline={baseline}", "--plant=x"], "--plant 'x': must be"),
+        (["--baseline={baseline}", "--target=x", "--size=y"], "--plant 'x=y': must be"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, capsys: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shapes.cases import MODES, GemmCase, LayerCase, support
+from shapes.cases import GemmCase, LayerCase, support
 from shapes.gemms import Linear, LinearGroup
 from shapes.models import MODELS
 from shapes.recipes import RECIPES
@@ -164,6 +164,14 @@ gemm/tiny/fp8_delayed_scaling/in_layer/prequantized/wgrad/qkv
 gemm/tiny/fp8_delayed_scaling/in_layer/prequantized/wgrad/attn_out
 gemm/tiny/fp8_delayed_scaling/in_layer/prequantized/wgrad/mlp_up
 gemm/tiny/fp8_delayed_scaling/in_layer/prequantized/wgrad/mlp_down
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/fprop/qkv
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/fprop/attn_out
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/fprop/mlp_up
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/fprop/mlp_down
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/dgrad/qkv
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/dgrad/attn_out
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/dgrad/mlp_up
+gemm/tiny/fp8_delayed_scaling/in_layer/quantization/dgrad/mlp_down
 gemm/tiny/fp8_current_scaling/in_layer/autocast/fprop/qkv
 gemm/tiny/fp8_current_scaling/in_layer/autocast/fprop/attn_out
 gemm/tiny/fp8_current_scaling/in_layer/autocast/fprop/mlp_up
@@ -188,6 +196,14 @@ gemm/tiny/fp8_current_scaling/in_layer/prequantized/wgrad/qkv
 gemm/tiny/fp8_current_scaling/in_layer/prequantized/wgrad/attn_out
 gemm/tiny/fp8_current_scaling/in_layer/prequantized/wgrad/mlp_up
 gemm/tiny/fp8_current_scaling/in_layer/prequantized/wgrad/mlp_down
+gemm/tiny/fp8_current_scaling/in_layer/quantization/fprop/qkv
+gemm/tiny/fp8_current_scaling/in_layer/quantization/fprop/attn_out
+gemm/tiny/fp8_current_scaling/in_layer/quantization/fprop/mlp_up
+gemm/tiny/fp8_current_scaling/in_layer/quantization/fprop/mlp_down
+gemm/tiny/fp8_current_scaling/in_layer/quantization/dgrad/qkv
+gemm/tiny/fp8_current_scaling/in_layer/quantization/dgrad/attn_out
+gemm/tiny/fp8_current_scaling/in_layer/quantization/dgrad/mlp_up
+gemm/tiny/fp8_current_scaling/in_layer/quantization/dgrad/mlp_down
 gemm/tiny/fp8_block_scaling/in_layer/autocast/fprop/qkv
 gemm/tiny/fp8_block_scaling/in_layer/autocast/fprop/attn_out
 gemm/tiny/fp8_block_scaling/in_layer/autocast/fprop/mlp_up
@@ -212,6 +228,14 @@ gemm/tiny/fp8_block_scaling/in_layer/prequantized/wgrad/qkv
 gemm/tiny/fp8_block_scaling/in_layer/prequantized/wgrad/attn_out
 gemm/tiny/fp8_block_scaling/in_layer/prequantized/wgrad/mlp_up
 gemm/tiny/fp8_block_scaling/in_layer/prequantized/wgrad/mlp_down
+gemm/tiny/fp8_block_scaling/in_layer/quantization/fprop/qkv
+gemm/tiny/fp8_block_scaling/in_layer/quantization/fprop/attn_out
+gemm/tiny/fp8_block_scaling/in_layer/quantization/fprop/mlp_up
+gemm/tiny/fp8_block_scaling/in_layer/quantization/fprop/mlp_down
+gemm/tiny/fp8_block_scaling/in_layer/quantization/dgrad/qkv
+gemm/tiny/fp8_block_scaling/in_layer/quantization/dgrad/attn_out
+gemm/tiny/fp8_block_scaling/in_layer/quantization/dgrad/mlp_up
+gemm/tiny/fp8_block_scaling/in_layer/quantization/dgrad/mlp_down
 gemm/tiny/mxfp8/in_layer/autocast/fprop/qkv
 gemm/tiny/mxfp8/in_layer/autocast/fprop/attn_out
 gemm/tiny/mxfp8/in_layer/autocast/fprop/mlp_up
@@ -236,6 +260,14 @@ gemm/tiny/mxfp8/in_layer/prequantized/wgrad/qkv
 gemm/tiny/mxfp8/in_layer/prequantized/wgrad/attn_out
 gemm/tiny/mxfp8/in_layer/prequantized/wgrad/mlp_up
 gemm/tiny/mxfp8/in_layer/prequantized/wgrad/mlp_down
+gemm/tiny/mxfp8/in_layer/quantization/fprop/qkv
+gemm/tiny/mxfp8/in_layer/quantization/fprop/attn_out
+gemm/tiny/mxfp8/in_layer/quantization/fprop/mlp_up
+gemm/tiny/mxfp8/in_layer/quantization/fprop/mlp_down
+gemm/tiny/mxfp8/in_layer/quantization/dgrad/qkv
+gemm/tiny/mxfp8/in_layer/quantization/dgrad/attn_out
+gemm/tiny/mxfp8/in_layer/quantization/dgrad/mlp_up
+gemm/tiny/mxfp8/in_layer/quantization/dgrad/mlp_down
 gemm/tiny/nvfp4/in_layer/autocast/fprop/qkv
 gemm/tiny/nvfp4/in_layer/autocast/fprop/attn_out
 gemm/tiny/nvfp4/in_layer/autocast/fprop/mlp_up
@@ -260,6 +292,14 @@ gemm/tiny/nvfp4/in_layer/prequantized/wgrad/qkv
 gemm/tiny/nvfp4/in_layer/prequantized/wgrad/attn_out
 gemm/tiny/nvfp4/in_layer/prequantized/wgrad/mlp_up
 gemm/tiny/nvfp4/in_layer/prequantized/wgrad/mlp_down
+gemm/tiny/nvfp4/in_layer/quantization/fprop/qkv
+gemm/tiny/nvfp4/in_layer/quantization/fprop/attn_out
+gemm/tiny/nvfp4/in_layer/quantization/fprop/mlp_up
+gemm/tiny/nvfp4/in_layer/quantization/fprop/mlp_down
+gemm/tiny/nvfp4/in_layer/quantization/dgrad/qkv
+gemm/tiny/nvfp4/in_layer/quantization/dgrad/attn_out
+gemm/tiny/nvfp4/in_layer/quantization/dgrad/mlp_up
+gemm/tiny/nvfp4/in_layer/quantization/dgrad/mlp_down
 """.splitlines()
 
 
@@ -277,16 +317,16 @@ class TestIds:
         assert len(TINY_LAYER_IDS) == 6 * 6 * 3
 
     def test_gemms_of_the_tiny_model_on_the_cpu(self) -> None:
-        """4 linears x 3 passes: bf16 in one mode, 5 quantized recipes in two."""
+        """4 linears x 3 passes: bf16 in one mode, 5 recipes in two, and what these quantize in 2 of 3 passes."""
         assert [case.id for case in select("cpu", ["tiny"]).gemm_cases()] == TINY_GEMM_IDS
-        assert len(TINY_GEMM_IDS) == 4 * 3 * (1 + 5 * 2)
+        assert len(TINY_GEMM_IDS) == 4 * (3 * (1 + 5 * 2) + 2 * 5)
 
     @pytest.mark.parametrize("model", MODELS)
     def test_each_model_has_as_many_cases_on_a_gpu(self, model: str) -> None:
-        """Two regimes. PyTorch's stages run bf16 only, and bf16's GEMMs have no second mode."""
+        """Two regimes. PyTorch's stages run bf16 only, bf16's GEMMs have one mode, and wgrads quantize nothing."""
         selection = select("cuda", [model])
         assert len(selection.layer_cases()) == 2 * 3 * (2 * 1 + 4 * 6)
-        assert len(selection.gemm_cases()) == 2 * 12 * (1 + 5 * 2)
+        assert len(selection.gemm_cases()) == 2 * (12 * (1 + 5 * 2) + 8 * 5)
 
     def test_shapes_have_three_gemms_each(self) -> None:
         """Named by the shape as it was given."""
@@ -338,7 +378,7 @@ class TestIds:
 
     def test_pre_quantizing_leaves_bf16_as_it_is(self) -> None:
         """What has no quantization is measured all the same, so that there is something to compare with."""
-        cases = select("cpu", ["tiny"], recipes=["bf16", "mxfp8"], modes=MODES[1:]).gemm_cases()
+        cases = select("cpu", ["tiny"], recipes=["bf16", "mxfp8"], modes=["prequantized"]).gemm_cases()
         assert {(case.recipe, case.mode) for case in cases} == {("bf16", "autocast"), ("mxfp8", "prequantized")}
 
 

@@ -25,7 +25,7 @@ from benches.harness.comparison import (
     within_boards,
 )
 from benches.harness.judging import VERDICTS, Finding, Outcome, judge, scatter
-from benches.harness.moderation import Scatter, fit_prior, moderate
+from benches.harness.moderation import Scatter, fit_prior, moderate, rounded
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, noisy, results, runs
 
 FIRST, SECOND, THIRD = CASES[:3]
@@ -209,6 +209,19 @@ class TestControls:
         found = of(gate(now, baseline), FIRST).time
         assert found
         assert found.expected == pytest.approx(1.01**0.7 * 1.02**0.3)
+
+    def test_short_gemms_do_not_follow_the_controls_of_long_ones(self) -> None:
+        """A quarter of the GEMMs' time is in kernels of 50 us: power, by which boards differ, does not reach them."""
+        now, baseline = slowed(1.0), pool(runs(5))
+        kernels = [kernel("long", count=2, device_s=6e-4), kernel("short", count=4, device_s=2e-4)]
+        for proof in baseline["suite"]["evidence"].values():
+            proof["segments"]["forward"]["kernels"] = kernels
+        shifts = {"gemm": 1.04, "fp8_gemm": 5.0, "copy": 1.02, "python": 5.0}
+        for control in now["suite"]["controls"]:
+            control["median_s"] *= shifts[control["name"]]
+        found = of(gate(now, baseline), FIRST).time
+        assert found
+        assert found.expected == pytest.approx(1.04**0.75 * 1.02**0.25)
 
     def test_without_controls_nothing_is_taken_off(self) -> None:
         """And the outcome says so."""
@@ -495,6 +508,18 @@ class TestStatistics:
         assert found.variance == pytest.approx(np.full(10, 4e-6))
         assert found.df == pytest.approx(np.full(10, 40.0))
         assert not found.stated.any()
+
+    def test_runs_that_agree_to_the_tick_are_no_reason_to_learn_nothing_from_the_others(self) -> None:
+        """One of twenty cases of 14 us has twice the same time: its kind's variance counts, not next to none."""
+        times = np.random.default_rng(1).normal(14e-6, 0.1e-6, (20, 2)).round(7)
+        times[0] = 14e-6
+        variance, df = np.log(times).var(axis=1, ddof=1), np.full(20, 1.0)
+        keys = [("gemm", "rested", "below 15 us")] * 20
+        found = moderate(Scatter(keys, rounded(variance, times.mean(axis=1)), df), None, np.full(20, 1.0))
+        assert np.sqrt(found.variance[0]) > 0.002
+        bare = moderate(Scatter(keys, variance, df), None, np.full(20, 1.0))
+        assert np.sqrt(bare.variance[0]) < 0.0005
+        assert found.df[0] > bare.df[0] + 1
 
     def test_a_few_cases_stand_alone(self) -> None:
         """If they have the runs for it."""

@@ -37,6 +37,14 @@ def test_a_spread_is_the_deviation_of_medians_over_their_mean() -> None:
     assert spread.relative == pytest.approx(0.01)
 
 
+def test_what_boards_differ_by_is_no_noise() -> None:
+    """99 and 101 ms on one board, 198 and 202 ms on a slower one: four deviations of 1 %, two degrees of freedom."""
+    runs = [run(0.099), run(0.101), run(0.198, uuid="two"), run(0.202, uuid="two")]
+    (spread,) = spreads(runs)
+    assert spread.by_board() == [[0.099, 0.101], [0.198, 0.202]]
+    assert spread.relative == pytest.approx(0.01 * 2**0.5)
+
+
 def proved(launches: int, kernel: str = "nvjet", peak: int = 100) -> dict[str, Any]:
     """A results file with one case, and what it ran."""
     results = run(0.1)
@@ -75,7 +83,7 @@ def test_lines_are_per_kind_regime_and_band() -> None:
     ("runs", "words"),
     [
         ([run(1.0)], "at least 2"),
-        ([run(1.0), run(1.0, uuid="other")], "different GPUs"),
+        ([run(1.0), run(1.0, uuid="other")], "2 runs of as many different GPUs"),
         ([run(1.0), run()], "no case"),
         ([run(1.0), {"benchmarks": []}], "not a results file"),
         ([run(1.0), []], "not a results file"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benches.report.__main__ import main
-from benches.report.analysis import SCHEMA, Analysis, analyse
+from benches.report.analysis import GEMM_MODES, SCHEMA, Analysis, analyse
 from benches.report.terminal import CPU_NOTICE, NO_RICH, render, significant
 from shapes.cases import MODES, GemmCase, LayerCase, gemm_cases, layer_cases
 from shapes.gemms import PASSES, LinearGroup, layer_linears, parse_shapes
@@ -41,6 +41,8 @@ def seconds_of(case: Case) -> float:
     time = RECIPE_FACTOR[case.recipe] * (RESTED_FACTOR if case.regime == "rested" else 1.0)
     if isinstance(case, LayerCase):
         return time * LAYER_S.get(case.stage, 0.024) * PASS_SHARE[case.pass_name]
+    if case.mode == "quantization":
+        return QUANTIZATION_S
     quantizes = case.mode == "autocast" and case.recipe != "bf16"
     return time * GEMM_S[case.pass_name] + (QUANTIZATION_S if quantizes else 0.0)
 
@@ -150,7 +152,9 @@ def test_gemm_sums() -> None:
 def test_gemm_modes_share_the_unquantized_reference() -> None:
     """Current scaling halves 24 ms; with 12 x 0.25 ms of quantization it takes 15 ms, a fifth of it quantization."""
     (model,) = analysis_of().models
-    speedups = {mode: table.speedup(table.layer_s, "fp8_current_scaling") for mode, table in model.gemms.items()}
+    speedups = {
+        mode: model.gemms[mode].speedup(model.gemms[mode].layer_s, "fp8_current_scaling") for mode in GEMM_MODES
+    }
     assert speedups == pytest.approx({"autocast": 24 / 15, "prequantized": 24 / 12})
     assert model.quantization_share("fp8_current_scaling") == pytest.approx(3 / 15)
     assert model.quantization_share("bf16") is None
@@ -158,15 +162,27 @@ def test_gemm_modes_share_the_unquantized_reference() -> None:
 
 def test_unquantized_recipes_alone_are_no_table_beside_one_of_the_other_mode() -> None:
     """Where GEMMs were measured prequantized only, bf16 is the reference there and not a table of its own."""
-    (model,) = analysis_of(keep=lambda case: not (isinstance(case, GemmCase) and is_quantized_autocast(case))).models
+    (model,) = analysis_of(keep=lambda case: not isinstance(case, GemmCase) or is_gemm_alone(case)).models
     assert list(model.gemms) == ["prequantized"]
     (model,) = analysis_of(keep=lambda case: case.recipe == "bf16").models
     assert list(model.gemms) == ["autocast"]
 
 
-def is_quantized_autocast(case: GemmCase) -> bool:
-    """Whether a case needs quantization and has it in its time."""
-    return case.mode == "autocast" and case.recipe != "bf16"
+def is_gemm_alone(case: GemmCase) -> bool:
+    """Whether there is no quantization in a case's time."""
+    return case.mode == "prequantized" or case.recipe == "bf16"
+
+
+def test_quantizations_have_a_table_of_their_own() -> None:
+    """Of quantized recipes, and of the passes that quantize."""
+    (model,) = analysis_of().models
+    table = model.gemms["quantization"]
+    assert "bf16" not in table.recipes
+    assert {row.gemm.pass_name for row in table.rows} == {"fprop", "dgrad"}
+    assert table.layer_s("fp8_current_scaling") == pytest.approx(2 * 4 * QUANTIZATION_S)
+    (model,) = analysis_of(keep=lambda case: isinstance(case, GemmCase) and case.mode == "quantization").models
+    assert list(model.gemms) == ["quantization"]
+    assert model.gemm_splits() == []
 
 
 def test_layer_rows_say_how_well_their_time_is_known() -> None:
@@ -388,7 +404,7 @@ def test_tables_fit_the_width_in_plain_ascii(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii()
     assert "\x1b" not in text
-    assert [text.count(f"{name}\n") + text.count(f"{name} ") for name in ("delayed", "current")] == [2, 2]
+    assert [text.count(f"{name}\n") + text.count(f"{name} ") for name in ("delayed", "current")] == [3, 3]
 
 
 def test_color_changes_no_character() -> None:
@@ -409,6 +425,8 @@ def test_errors_stand_beside_times() -> None:
     assert "error" not in render(analyse(results), 120)
     for entry in results["benchmarks"]:
         extra = entry["extra_info"]
+        if extra.get("mode") == "quantization":  # no GEMM, no error
+            continue
         of_backward = extra["pass_name"] in ("backward", "dgrad")
         extra["relative_error"] = 0.0 if extra["recipe"] == "bf16" else 0.05 if of_backward else 0.0312
     text = render(analyse(results), 120)

@@ -31,10 +31,9 @@ from benches.report.analysis import MALFORMED, REGIMES, SCHEMA, analyse
 from correctness.suite.fake_nvml import UUID, FakeNvml
 from correctness.suite.fake_timeline import MS, FakeTimeline
 from correctness.suite.test_options import QUICK, refuse, suite
-from shapes.backends.build import QUANTIZATIONS
 from shapes.backends.executed import ExecutedGemm
 from shapes.cases import GEMM_REGIMES, LAYER_PASSES, LAYER_REGIMES, MODES, GemmCase, LayerCase
-from shapes.gemms import LINEARS, PASSES
+from shapes.gemms import LINEARS, PASSES, QUANTIZATIONS
 from shapes.models import ACTIVATIONS, ATTENTION_MASKS, NORMALIZATIONS, ModelConfig
 from shapes.program import Program, Segment
 from shapes.recipes import RECIPES

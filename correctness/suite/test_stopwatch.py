@@ -332,9 +332,30 @@ class TestStopping:
 
     def test_a_noisy_step_may_need_thousands_of_rounds(self) -> None:
         """As kernels of microseconds do."""
-        step = Step(FakeTimeline(noise=0.1), {"step": (TICK, 10 * TICK)})
+        step = Step(FakeTimeline(noise=0.1), {"step": (TICK, 100 * TICK)})
         times = measure(step, limits=Limits(max_time_s=1e6, precision=0.005))
         assert times.rounds > 1023
+
+    def test_no_time_is_known_better_than_a_launch_takes(self) -> None:
+        """0.2 us are enough of a kernel of 10 us, whatever share of it that is."""
+        step = Step(FakeTimeline(noise=0.03), {"step": (TICK, 10 * TICK)})
+        figure = measure(step, limits=Limits(max_time_s=1e6, precision=0.0)).figure(["step"])
+        assert figure.precise
+        assert figure.interval_s is not None
+        assert 0.02 < (figure.interval_s[1] - figure.interval_s[0]) / (10 * TICK) < 0.042
+
+    def test_a_figure_with_slack_need_not_be_known_as_well(self) -> None:
+        """It ends the measurement earlier, and counts as precise where another would not."""
+        names, rounds, precise = ("step",), [], []
+        slacks: list[dict[tuple[str, ...], float]] = [{}, {names: 10.0}]
+        for slack in slacks:
+            step = Step(FakeTimeline(noise=0.05), {"step": (TICK, MS)})
+            watch = Stopwatch(step.program(), step.timeline)
+            times = watch.time(PLAIN, [names], Limits(max_time_s=1e6, precision=0.002), slack)
+            rounds.append(times.rounds)
+            precise.append(times.figure(names).precise)
+        assert rounds[0] > 10 * rounds[1]
+        assert precise == [True, True]
         assert times.figure(["step"]).precise
 
     def test_it_ends_when_time_is_up_and_says_so(self) -> None:

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from shapes.backends.executed import ExecutedGemm, record_matmuls
-from shapes.gemms import Linear, LinearGroup
+from shapes.gemms import QUANTIZATIONS, Linear, LinearGroup
 from shapes.models import ModelConfig
 from shapes.program import Program, Segment
 from shapes.recipes import Recipe
 from shapes.stages import EXECUTIONS, STAGES
-
-# The quantizations that Transformer Engine does in the pass of a GEMM; wgrad reuses what the other passes made.
-QUANTIZATIONS = {"fprop": ("quantize_x", "quantize_w"), "dgrad": ("quantize_dy",), "wgrad": ()}
-
 
 Recorder = Callable[..., AbstractContextManager[list[ExecutedGemm]]]
 AttentionWatch = Callable[[], AbstractContextManager[dict[str, Any]]]
@@ -185,9 +181,14 @@ class GemmSteps:
             linear.name: make(linear, recipe, device, seed + index) for index, linear in enumerate(group.linears)
         }
 
-    def pieces(self, pass_name: str) -> tuple[str, ...]:
-        """The quantizations of a pass, if the recipe has any, and its GEMM."""
-        return (*(QUANTIZATIONS[pass_name] if self.recipe.quantized else ()), pass_name)
+    def pieces(self, pass_name: str, mode: str = "autocast") -> tuple[str, ...]:
+        """Of a pass in a mode (cases.MODES): its quantizations, if the recipe has any, its GEMM, or both."""
+        quantizations = QUANTIZATIONS[pass_name] if self.recipe.quantized else ()
+        return {
+            "autocast": (*quantizations, pass_name),
+            "prequantized": (pass_name,),
+            "quantization": quantizations,
+        }[mode]
 
     def _segments(self, linear: str, *passes: str) -> Iterator[Segment]:
         for pass_name in passes:
