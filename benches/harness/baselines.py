@@ -335,8 +335,18 @@ def pool(runs: Sequence[Mapping[str, Any]], onto: Mapping[str, Any] | None = Non
             found.extra["evidence"]: found.evidence for found in reversed(list(whole.timed.values())) if found.evidence
         },
         "runs": [asdict(run) for run in whole.runs],
+        "spent_s": _spent(file.raw["suite"].get("spent_s") or {} for file in files),
     }
     return {**whole.raw, "benchmarks": [_pooled(found) for found in whole.timed.values()], "suite": suite}
+
+
+def _spent(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of all runs by what they went into."""
+    spent: dict[str, float] = {}
+    for part in parts:
+        for what, seconds in part.items():
+            spent[what] = spent.get(what, 0.0) + seconds
+    return spent
 
 
 def _check_versions(runs: Iterable[Run]) -> None:
@@ -351,10 +361,15 @@ def _pooled(found: Timed) -> dict[str, Any]:
     medians = [sample.median_s for sample in found.samples]
     extra = {
         **found.extra,
-        "interval_s": median_interval(medians),
+        "interval_s": _interval(medians) or found.extra.get("interval_s"),
         "runs": [asdict(sample) for sample in found.samples],
     }
     return {**found.benchmark, "extra_info": extra, "stats": _stats(medians)}
+
+
+def _interval(medians: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the median of runs' medians; of two to five, which have none, their range."""
+    return median_interval(medians) or ((min(medians), max(medians)) if len(medians) > 1 else None)
 
 
 def _stats(times: Sequence[float]) -> dict[str, Any]:

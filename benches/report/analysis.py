@@ -221,7 +221,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Analysis:
-    """A results file, understood. `gpu` is None where there was none."""
+    """A results file, understood. `gpu` is None where there was none; a baseline pools several runs."""
 
     device: str
     gpu: str | None
@@ -231,6 +231,8 @@ class Analysis:
     spent_s: dict[str, float]  # seconds of the run by what they went into, and `all`
     models: tuple[ModelReport, ...]
     notes: Notes
+    runs: int = 1
+    boards: int = 1
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -270,6 +272,8 @@ def analyse(results: Mapping[str, Any], regime: str | None = None) -> Analysis:
         spent_s={name: float(seconds) for name, seconds in (suite.get("spent_s") or {}).items()},
         models=tuple(_model_report(name, models[name], layers, gemms, not_measured) for name in models),
         notes=_notes([*layers.values(), *gemms.values()], not_measured, suite.get("evidence") or {}),
+        runs=len(suite.get("runs") or ()) or 1,
+        boards=len({run.get("uuid") for run in suite.get("runs") or ()}) or 1,
     )
 
 

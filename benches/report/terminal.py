@@ -24,6 +24,7 @@ from shapes.recipes import RECIPES
 
 NO_RICH = "`pip install rich` shows the results as tables here"
 CPU_NOTICE = "CPU times: PyTorch layers and emulated recipes; they say nothing about a GPU"
+HALF_INTERVAL = "half the 95 % interval of forward_backward's median"
 MODE_MEANING = {
     "autocast": "GEMMs with the quantizations done for them",
     "prequantized": "GEMMs alone, operands quantized beforehand",
@@ -142,7 +143,7 @@ def render(analysis: Analysis, width: int | None = None, color: bool = False) ->
     for model in analysis.models:
         blocks.append(_model_heading(model, page))
         if model.layers:
-            blocks.append(_layer_table(model.layers, page))
+            blocks.append(_layer_table(model.layers, page, analysis.runs))
             blocks += _proof_tables(model.layers, page)
         for mode in (mode for mode in MODES if mode in model.gemms):
             blocks += _gemm_tables(model, model.gemms[mode], page)
@@ -156,6 +157,8 @@ def _heading(analysis: Analysis, page: Page) -> str:
     if analysis.not_run:
         counts["not run"] = analysis.not_run
     summary = "Cases: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    if analysis.runs > 1:
+        summary += f". {analysis.runs} runs, boards: {analysis.boards}"
     spent = dict(analysis.spent_s)
     if whole := spent.pop("all", None):
         summary += f". {whole:.0f} s: " + ", ".join(f"{seconds:.0f} {what}" for what, seconds in spent.items())
@@ -169,7 +172,7 @@ def _model_heading(model: ModelReport, page: Page) -> str:
     return f"{text}\n{rule}{nothing}"
 
 
-def _layer_table(table: LayerTable, page: Page) -> str:
+def _layer_table(table: LayerTable, page: Page, runs: int) -> str:
     unit = unit_for(time for row in table.rows for time in row.seconds.values())
     lines, ends = [], set()
     with_errors = any(error is not None for row in table.rows for error in row.errors.values())
@@ -191,8 +194,9 @@ def _layer_table(table: LayerTable, page: Page) -> str:
         *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in REFERENCE_STAGES),
         *(f"error~{label}" for label in (ERRORS.values() if with_errors else ())),
     ]
+    half = "half of what the runs' medians of forward_backward span" if runs > 1 else HALF_INTERVAL
     title = (
-        f"Layer in {unit}, regime {table.regime}. +-: half the 95 % interval of forward_backward's median. "
+        f"Layer in {unit}, regime {table.regime}. +-: {half}. "
         f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages." + (f" {ERROR_MEANING}" if with_errors else "")
     )
     return _table(title, headers, lines, ends, page)

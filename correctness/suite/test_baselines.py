@@ -89,10 +89,18 @@ class TestPooling:
             assert use["name"] == "newer"
 
     def test_the_interval_is_of_the_runs(self) -> None:
-        """By order statistics, so with fewer than six there is none."""
-        assert case_of(pool(runs(5)), FIRST)["extra_info"]["interval_s"] is None
+        """By order statistics, so with fewer than six there is none, and their range is given."""
+        entry = case_of(pool(runs(5)), FIRST)
+        assert entry["extra_info"]["interval_s"] == (entry["stats"]["min"], entry["stats"]["max"])
         low, high = case_of(pool(runs(6)), FIRST)["extra_info"]["interval_s"]
         assert low < case_of(pool(runs(6)), FIRST)["stats"]["median"] < high
+
+    def test_seconds_are_those_of_all_runs(self) -> None:
+        """What measuring took, five times."""
+        files = runs(5)
+        for number, file in enumerate(files):
+            file["suite"]["spent_s"] = {"measuring": 10.0 + number, "all": 20.0}
+        assert pool(files)["suite"]["spent_s"] == {"measuring": 60.0, "all": 100.0}
 
     def test_a_case_that_a_run_lost_is_not_called_lost(self) -> None:
         """Another run has its time; one that none has stays lost."""

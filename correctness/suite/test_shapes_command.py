@@ -245,7 +245,12 @@ class TestProcess:
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
     @pytest.mark.parametrize(
-        "module", ["shapes tiny", "benches.report benches/baselines/nvidia-h200-sm90/te-2.20.2.json"]
+        "module",
+        [
+            "shapes tiny",
+            "benches.report benches/baselines/nvidia-h200-sm90/te-2.20.2.json",
+            "correctness.emulate --shape=32x64x32 --recipe=bf16",
+        ],
     )
     def test_a_full_disk_is_one_line(self, module: str) -> None:
         """Of every command of this project that prints."""
