@@ -17,6 +17,7 @@ import pytest
 
 from benches.harness.journal import read
 from benches.report.analysis import analyse
+from correctness.suite.test_options import PLUGINS
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +51,7 @@ def run(folder: Path, fault: str) -> tuple[int, str, dict[str, Any]]:
     options = (
         "-p",
         "fault",
-        "-p",
-        "no:cacheprovider",
+        *PLUGINS,
         "--device=cpu",
         "--benchmark-max-time=0.02",
         f"--benchmark-json={folder / 'out.json'}",
@@ -112,7 +112,7 @@ QUICK = ("--model=tiny", "--stage=torch", "--stage=torch_sdpa", "--recipe=bf16",
 
 def command(*options: str) -> list[str]:
     """A short run of layers on the CPU."""
-    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benches/bench_layers.py", *QUICK, *options]
+    return [sys.executable, "-m", "pytest", *PLUGINS, "benches/bench_layers.py", *QUICK, *options]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_skipped_cases_have_their_reasons_shown_even_if_nothing_ran() -> None:
     """Without -rs, and without a time."""
     options = ("--stage=te_layer", "--model=tiny", "--recipe=bf16", "--device=cpu")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "benches/bench_layers.py", *options],
+        [sys.executable, "-m", "pytest", *PLUGINS, "benches/bench_layers.py", *options],
         cwd=ROOT,
         env=os.environ | {"COLUMNS": "120"},
         text=True,

@@ -19,6 +19,7 @@ from benches.harness.gatekeeper import AGAIN, MOST_SUSPECTS, Gatekeeper, choose_
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import Workbench
 from benches.report.analysis import SCHEMA
+from correctness.suite.test_options import PLUGINS
 from shapes.cases import LAYER_PASSES, LayerCase
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +158,7 @@ def test_without_a_comparison_nothing_is_judged() -> None:
     assert found.exit_code() == 0
 
 
-COMMAND = [sys.executable, "-m", "pytest", "benches/bench_layers.py", "-p", "no:cacheprovider", "--device=cpu"]
+COMMAND = [sys.executable, "-m", "pytest", "benches/bench_layers.py", *PLUGINS, "--device=cpu"]
 SMALL = ["--model=tiny", "--stage=torch_sdpa", "--recipe=bf16", "--benchmark-max-time=0.05", "--benchmark-quiet"]
 
 

@@ -19,6 +19,7 @@ from benches.harness import journal
 from benches.harness.journal import Journal, read
 from benches.journal import main
 from benches.report.analysis import SCHEMA
+from correctness.suite.test_options import PLUGINS
 from correctness.suite.test_results_schema import make_gpu_file, problems
 
 ROOT = Path(__file__).parents[2]
@@ -349,7 +350,7 @@ QUICK = ("--device=cpu", "--model=tiny", "--stage=torch_sdpa", "--recipe=bf16", 
 
 def command(*options: str) -> list[str]:
     """A run of the three passes of a layer, from any folder."""
-    start = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pytest.ini"), "-p", "no:cacheprovider"]
+    start = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pytest.ini"), *PLUGINS]
     return [*start, str(ROOT / "benches" / "bench_layers.py"), *QUICK, *options]
 
 

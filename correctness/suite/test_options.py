@@ -20,6 +20,8 @@ from shapes.recipes import RECIPES
 from shapes.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
+# Not for a run of seconds: a cache of its own, and Hypothesis' plugin, which imports all of it to sum up nothing.
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 QUICK = ("--model=tiny", "--stage=torch_sdpa", "--recipe=bf16", "--benchmark-max-time=0.05")
 
 
@@ -38,7 +40,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 def suite(*options: str) -> subprocess.CompletedProcess[str]:
     """`python -m pytest benches` with these options."""
-    return run("-m", "pytest", "benches", "-p", "no:cacheprovider", "--device=cpu", *options)
+    return run("-m", "pytest", "benches", *PLUGINS, "--device=cpu", *options)
 
 
 def collected(*options: str) -> list[str]:

@@ -14,6 +14,7 @@ from benches.harness.medians import median
 from benches.harness.planting import Plant, parse, planted
 from benches.harness.stopwatch import REGIMES, CpuStopwatch, Limits, Stopwatch
 from correctness.suite.fake_timeline import MS, TICK, FakeTimeline, Step
+from correctness.suite.test_options import PLUGINS
 from shapes.program import Program, Segment
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_host_time_is_the_host_s() -> None:
 
 def test_a_run_with_a_plant_says_so(tmp_path: Path) -> None:
     """In the header, at the end and in the file; and a plant that matches nothing is refused."""
-    command = [sys.executable, "-m", "pytest", "benches", "-p", "no:cacheprovider", "--device=cpu", "--model=tiny"]
+    command = [sys.executable, "-m", "pytest", "benches", *PLUGINS, "--device=cpu", "--model=tiny"]
     command += ["--stage=torch_sdpa", "--recipe=bf16", "--benchmark-max-time=0.02", "--benchmark-quiet"]
     file = tmp_path / "out.json"
     options = [f"--benchmark-json={file}", "--plant=sustained/forward$=+200000us"]

@@ -53,13 +53,18 @@ class _Matmuls(TorchDispatchMode):
         self.only_captured = only_captured
         self.seen: list[ExecutedGemm] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def note(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, and remembers it if it is a product."""
         factors = {"mm": args[:2], "addmm": args[1:3]}.get(func.overloadpacket.__name__)
         if factors and (not self.only_captured or torch.cuda.is_current_stream_capturing()):
             a, b = factors
             formats = (plain_format(a), plain_format(b))
             self.seen.append(ExecutedGemm("", a.shape[0], b.shape[1], a.shape[1], formats))
         return func(*args, **(kwargs or {}))
+
+
+# Not in the class's body: there PyTorch 2.13 wraps it, and the first operation imports its compiler, for a second.
+_Matmuls.__torch_dispatch__ = _Matmuls.note  # type: ignore[assignment, method-assign]
 
 
 @contextmanager
