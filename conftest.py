@@ -8,9 +8,9 @@ import pytest
 
 from benches.harness import device as devices
 from benches.harness import planting
-from benches.harness.gatekeeper import Gatekeeper, choose_baseline
 from benches.harness.safety import check_options
 from benches.harness.stash import GATE, PLANTS, RESULTS, SELECTION, new_results
+from benches.judging.gatekeeper import Gatekeeper, choose_baseline
 from shapes.cases import MODES
 from shapes.models import HYPERPARAMETERS, MODELS
 from shapes.recipes import RECIPES

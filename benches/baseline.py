@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.harness.baselines import default_file, pool, read, read_json
+from benches.judging.baselines import default_file, pool, read, read_json
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
@@ -66,7 +66,7 @@ def _pool(paths: Sequence[Path], output: Path | None, add: bool, replace: bool) 
 
 def _compared(stored: Any, pooled: Any, file: Path) -> str:
     """The gate's report of the new baseline against the stored one, or why there is none."""
-    from benches.harness.judging import judge
+    from benches.judging.judge import judge
     from benches.report.verdicts import render
 
     try:

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benches.harness.baselines import Results, load
 from benches.harness.planting import Plant, parse
+from benches.judging.baselines import Results, load
 from benches.noise import band_of, kind_of
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
@@ -68,7 +68,7 @@ def rate(what: str, by: str, hits: Iterable[bool]) -> Rate:
 
 def alarms(before: Results, now: Results) -> dict[str, frozenset[str]]:
     """Cases that the gate, and each of RULES, calls slower."""
-    from benches.harness.judging import judge
+    from benches.judging.judge import judge
 
     found = {GATE: {one.case for one in judge(before, now).findings if one.verdict == "SLOWER"}}
     for rule, (field, allowed) in RULES.items():

@@ -12,12 +12,12 @@ import pytest
 
 from benches.harness.accuracy import References
 from benches.harness.controls import Controls
-from benches.harness.gatekeeper import PAUSE_S
 from benches.harness.plugin import now
 from benches.harness.stash import GATE, PLANTS, RESULTS, SELECTION, spending
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
 from benches.harness.workbench import Workbench, keeps_traces
+from benches.judging.gatekeeper import PAUSE_S
 from shapes.cases import support
 
 if TYPE_CHECKING:  # it imports torch, which collecting must not

@@ -4,7 +4,7 @@
 
 Several files are runs of fresh processes, judged together. Without --baseline it is the stored one of the machine that
 measured. Exit codes: 0; 1 where a case is SLOWER or MISSING, and with --strict also for UNRESOLVED, CHANGED and cases
-without a time; 4 where files cannot be compared. `benches.harness.judging` says what verdicts mean. Imports neither
+without a time; 4 where files cannot be compared. `benches.judging.judge` says what verdicts mean. Imports neither
 torch nor pytest.
 """
 
@@ -19,15 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benches.harness.baselines import Results, folder, load, read_json, stored, together
+from benches.judging.baselines import Results, folder, load, read_json, stored, together
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
 from benches.report.verdicts import render
 from shapes.printing import print_text
 
 if TYPE_CHECKING:
-    from benches.harness.judging import Outcome
-    from benches.harness.moderation import Scatter
+    from benches.judging.judge import Outcome
+    from benches.judging.moderation import Scatter
 
 NO_SCIPY = "`pip install scipy` lets the gate compute"
 
@@ -64,7 +64,7 @@ def _stored(now: Results) -> Path:
 
 
 def _judged(before: Results, now: Results, noise: Path | None) -> Outcome:
-    from benches.harness.judging import judge
+    from benches.judging.judge import judge
 
     try:
         return judge(before, now, _learned(noise) if noise else None)
@@ -73,7 +73,7 @@ def _judged(before: Results, now: Results, noise: Path | None) -> Outcome:
 
 
 def _learned(noise: Path) -> Scatter | None:
-    from benches.harness.judging import scatter
+    from benches.judging.judge import scatter
 
     spreads = read_json(noise)
     try:

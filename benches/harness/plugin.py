@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from benches.harness import device as devices
-from benches.harness.gatekeeper import baseline_name
 from benches.harness.journal import Journal, suite_info
 from benches.harness.medians import median
 from benches.harness.planting import Plant
@@ -25,6 +24,7 @@ from benches.harness.safety import end_in_order, undisturbed
 from benches.harness.stash import GATE, JOURNAL, PLANTS, RESULTS, SELECTION, spending, until_now
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
+from benches.judging.gatekeeper import baseline_name
 from benches.report.analysis import SCHEMA, analyse
 from shapes.cases import GemmCase, LayerCase, support
 from shapes.selection import Selection

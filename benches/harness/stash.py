@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benches.harness.gatekeeper import Gatekeeper
 from benches.harness.journal import Journal
 from benches.harness.planting import Plant
+from benches.judging.gatekeeper import Gatekeeper
 from shapes.selection import Selection
 
 SELECTION = pytest.StashKey[Selection]()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from benches.report.terminal import significant, unit_for
 
 if TYPE_CHECKING:  # it imports numpy, and this only prints
-    from benches.harness.differences import Change, Kernel, Kernels
-    from benches.harness.judging import Finding, Judged, Outcome
+    from benches.judging.differences import Change, Kernel, Kernels
+    from benches.judging.judge import Finding, Judged, Outcome
 
 FEW = 10  # cases that are listed; kernels: a third
 TIME_DIGITS = 4

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benches.harness.baselines import axes_of, folder, load, pool, read, together
+from benches.judging.baselines import axes_of, folder, load, pool, read, together
 from benches.report.analysis import SCHEMA
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, results, runs
 

@@ -11,7 +11,7 @@ import pytest
 
 from benches import calibrate
 from benches.calibrate import GATE, Rate, alarms, detections, false_alarms, main, plants, rate
-from benches.harness.baselines import Results, pool, read
+from benches.judging.baselines import Results, pool, read
 from correctness.suite.fake_results import CASES, TIMES, noisy, results, runs
 
 BEFORE = read(pool(runs(5)), "before")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benches.gate import main
-from benches.harness.baselines import default_file, pool, read
-from benches.harness.judging import VERDICTS, judge
+from benches.judging.baselines import default_file, pool, read
+from benches.judging.judge import VERDICTS, judge
 from benches.report.analysis import SCHEMA
 from benches.report.verdicts import FEW, render
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, noisy, results, runs

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benches.harness.comparison import ALPHA, Comparison, Controls, Decisions, Table, compare, decide, time_floor
-from benches.harness.moderation import Array
+from benches.judging.comparison import ALPHA, Comparison, Controls, Decisions, Table, compare, decide, time_floor
+from benches.judging.moderation import Array
 
 SUITES, CASES, BATCH = 1000, 200, 20
 RUNS_BEFORE = 5

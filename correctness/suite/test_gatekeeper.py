@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from benches.harness import device, gatekeeper
-from benches.harness.baselines import stored
-from benches.harness.gatekeeper import AGAIN, MOST_SUSPECTS, Gatekeeper, choose_baseline
+from benches.harness import device
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import Workbench
+from benches.judging import gatekeeper
+from benches.judging.baselines import stored
+from benches.judging.gatekeeper import AGAIN, MOST_SUSPECTS, Gatekeeper, choose_baseline
 from benches.report.analysis import SCHEMA
 from correctness.suite.test_options import PLUGINS
 from shapes.cases import LAYER_PASSES, LayerCase

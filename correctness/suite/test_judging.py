@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benches.harness.baselines import pool, read, together
-from benches.harness.comparison import (
+from benches.judging.baselines import pool, read, together
+from benches.judging.comparison import (
     MEDIAN_VARIANCE,
     Controls,
     Table,
@@ -24,8 +24,8 @@ from benches.harness.comparison import (
     time_floor,
     within_boards,
 )
-from benches.harness.judging import VERDICTS, Finding, Outcome, judge, scatter
-from benches.harness.moderation import Scatter, fit_prior, moderate, rounded
+from benches.judging.judge import VERDICTS, Finding, Outcome, judge, scatter
+from benches.judging.moderation import Scatter, fit_prior, moderate, rounded
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, noisy, results, runs
 
 FIRST, SECOND, THIRD = CASES[:3]

@@ -18,7 +18,6 @@ import torch
 from jsonschema import Draft202012Validator  # type: ignore
 
 from benches.harness import controls, kernels
-from benches.harness.baselines import pool
 from benches.harness.controls import Absent, Controls
 from benches.harness.device import DEVICES
 from benches.harness.gpu_state import GAUGES, REASONS, GpuWatch, throttled
@@ -27,6 +26,7 @@ from benches.harness.medians import median
 from benches.harness.plugin import extra_info, pytest_benchmark_update_json, pytest_benchmark_update_machine_info
 from benches.harness.stash import PLANTS, RESULTS, SELECTION, new_results
 from benches.harness.stopwatch import Limits
+from benches.judging.baselines import pool
 from benches.report.analysis import MALFORMED, REGIMES, SCHEMA, analyse
 from correctness.suite.fake_nvml import UUID, FakeNvml
 from correctness.suite.fake_timeline import MS, FakeTimeline

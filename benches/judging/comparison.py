@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from benches.harness.moderation import Array, Key, Moderated, Scatter, moderate, rounded
+from benches.judging.moderation import Array, Key, Moderated, Scatter, moderate, rounded
 
 # One run in a hundred of which nothing has changed may be told apart from its baseline, half of these as slower.
 ALPHA = 0.005

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benches.harness.baselines import Results, Timed
+from benches.judging.baselines import Results, Timed
 
 GREW = 0.02  # a kernel's time in one profiled round is known to a percent or two
 FEW = 4  # that a list names

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from benches.harness.baselines import AXES, Results, Sample, Timed, axes_of
-from benches.harness.comparison import (
+from benches.judging.baselines import AXES, Results, Sample, Timed, axes_of
+from benches.judging.comparison import (
     BOARD_DEVIATION,
     BOARD_DEVIATIONS,
     HOST_BOARD_DEVIATION,
@@ -37,7 +37,7 @@ from benches.harness.comparison import (
     host_floor,
     time_floor,
 )
-from benches.harness.differences import (
+from benches.judging.differences import (
     Change,
     Kernels,
     changes,
@@ -46,7 +46,7 @@ from benches.harness.differences import (
     parts_of,
     state_changes,
 )
-from benches.harness.moderation import Array, Key, Scatter, stated_deviation
+from benches.judging.moderation import Array, Key, Scatter, stated_deviation
 from benches.noise import Spread, band_of, kind_of
 from benches.report.analysis import KNOWN
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benches.harness import device as devices
-from benches.harness.baselines import Results, read, stored, together
 from benches.harness.medians import median
 from benches.harness.workbench import Workbench, in_one_line
+from benches.judging.baselines import Results, read, stored, together
 from shapes.cases import GemmCase, LayerCase
 
 if TYPE_CHECKING:
-    from benches.harness.judging import Outcome
+    from benches.judging.judge import Outcome
 
 PAUSE_S = 0.5  # before a suspect is measured again
 AGAIN = 2  # further measurements of a suspect: two of three decide
@@ -79,7 +79,7 @@ class Gatekeeper:
 
     def judge(self, results: Mapping[str, Any]) -> None:
         """Judge what was measured, which becomes `outcome`; where that cannot be, a note says why."""
-        from benches.harness.judging import judge
+        from benches.judging.judge import judge
 
         try:
             self.outcome = judge(together(self._baselines), read(_dated(results), "this run"))
