@@ -158,24 +158,29 @@ def _longest(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def machine_changes(before: Results, now: Results) -> tuple[Change, ...]:
-    """Versions, driver, limits, environment and sources that differ between the newest runs; and the boards."""
+    """Versions, driver, limits, environment and sources that differ between the newest runs, and new boards."""
     facts = [_machine_facts(one) for one in (before, now)]
     names = dict.fromkeys(name for part in facts for name in part)
     found = [Change(name, facts[0].get(name, "none"), facts[1].get(name, "none")) for name in names]
+    if _boards(now) <= _boards(before):
+        found = [change for change in found if change.what != "boards"]
     return tuple(change for change in found if change.before != change.now)
+
+
+def _boards(results: Results) -> set[str]:
+    return {str(run.uuid) for run in results.runs if run.uuid}
 
 
 def _machine_facts(results: Results) -> dict[str, str]:
     machine, suite = results.raw["machine_info"], results.raw["suite"]
     gpu = machine.get("gpu") or {}
-    boards = sorted({str(run.uuid) for run in results.runs if run.uuid})
     known: dict[str, Any] = {
         **(machine.get("versions") or {}),
         **{name: gpu.get(name) for name in GPU_FACTS},
         **{f"${name}": value for name, value in (machine.get("environment") or {}).items()},
         "Python": machine.get("python_version"),
         "sources": suite.get("sources"),
-        "boards": " and ".join(boards) or None,
+        "boards": " and ".join(sorted(_boards(results))) or None,
     }
     return {name: str(value) for name, value in known.items() if value is not None}
 

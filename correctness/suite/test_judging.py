@@ -253,6 +253,14 @@ class TestBoards:
         assert outcome.counts["SLOWER"] == 1
         assert of(outcome, FIRST).verdict == "SLOWER"
 
+    def test_only_a_board_that_the_baseline_lacks_is_named(self) -> None:
+        """One of several that it has is no difference."""
+        baseline = pool([*runs(3), *runs(3, uuid="two")])
+        differing = [
+            {change.what for change in gate(slowed(1.0, uuid=one), baseline).differing} for one in ("two", "3")
+        ]
+        assert ["boards" in names for names in differing] == [False, True]
+
     def test_boards_of_the_baseline_show_how_much_boards_differ(self) -> None:
         """Where two of them are 4 % apart beyond their controls, a third one may be as well."""
         far = noisy(dict.fromkeys(TIMES, 0.001), 0.04, 3)
