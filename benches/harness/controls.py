@@ -24,6 +24,7 @@ MOST_TIME_S = 0.2  # about 20 rounds of each; at 0.25 % they stop earlier
 # are below a millisecond and 1 GB.
 GEMM = {"cuda": (8192, 8192, 4096), "cpu": (256, 256, 256)}  # m, n, k
 COPY_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+LAUNCHES = 100  # of a kernel with next to no work
 
 
 class Absent(Exception):
@@ -65,12 +66,27 @@ def _copy(device: str) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
+def _launches(device: str) -> Callable[[], object]:
+    """What launches cost the GPU, which differs from process to process; a layer of short kernels consists of them."""
+    import torch
+
+    if device == "cpu":
+        raise Absent("only on a GPU")
+    number = torch.zeros(1, device=device)
+
+    def run() -> None:
+        for _ in range(LAUNCHES):
+            number.add_(1)
+
+    return run
+
+
 def _python(_: str) -> Callable[[], object]:
     """A fixed piece of Python, about a millisecond: what the host's part of a step depends on."""
     return lambda: sum(number * number % 7 for number in range(20_000))
 
 
-DEVICE_CONTROLS = {"gemm": _gemm, "fp8_gemm": _fp8_gemm, "copy": _copy}
+DEVICE_CONTROLS = {"gemm": _gemm, "fp8_gemm": _fp8_gemm, "copy": _copy, "launches": _launches}
 HOST_CONTROLS = {"python": _python}
 Makers = Mapping[str, Callable[[str], Callable[[], object]]]
 
