@@ -2,12 +2,16 @@
 
     python -m benches.calibrate --baseline FILE [--unchanged 10] [--target REGEX ... [--size 2% ...] [--planted N]]
                                 [--folder DIR] [--json OUT] [--plot OUT.png] [-- PYTEST OPTIONS]
+    python -m benches.calibrate --baseline FILE --stored [--size 2% ...]
 
 Every run is one of `pytest benches --benchmark-compare=FILE`, so suspects get their second look. In a planted run every
 target, which is one case or several, gets one of the sizes, and in the next run the next one: as many runs as there are
 sizes give each target each size once. Runs that are in the folder already are not made again, so that what was
 interrupted goes on. Rates have 95 % intervals (Clopper and Pearson). Beside the gate's stand the rules of
 `--benchmark-compare-fail` on the same files.
+
+--stored measures nothing: each run of the baseline is judged against its others, as it is and with the times of a tenth
+of its cases multiplied. There is no second look then, and of a stored run only medians are known.
 """
 
 from __future__ import annotations
@@ -15,24 +19,33 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from benches.harness.planting import Plant, parse
-from benches.judging.baselines import Results, load
+from benches.harness.planting import parse
+from benches.judging.baselines import Results, Sample, Timed, load
 from benches.noise import band_of, kind_of
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
 
 GATE = "the gate"
+ALL = "all"
+OTHERS = "other boards"
+FEWEST_STORED = 3  # two are left to say how much times differ
+DRAWS = 3  # of the cases that are slowed down, for each run and size
 SIZES = ("1%", "2%", "3%", "5%")
 RULES = {"median:2%": ("median", 0.02), "mean:5%": ("mean", 0.05)}  # of --benchmark-compare-fail, in common use
+
+
+Pair = tuple[Results, Results]  # a baseline, and a run
 
 
 @dataclass(frozen=True)
@@ -82,9 +95,9 @@ def _grew(before: Results, now: Results, case: str, field: str) -> float:
     return new / was - 1 if was and new else 0.0
 
 
-def false_alarms(before: Results, unchanged: Sequence[Results]) -> list[Rate]:
-    """Over runs in which nothing changed: suites with an alarm, and cases."""
-    found = [(alarms(before, run), [case for case in run.timed if case in before.timed]) for run in unchanged]
+def false_alarms(unchanged: Iterable[Pair]) -> list[Rate]:
+    """Over runs in which nothing changed, each with its baseline: suites with an alarm, and cases."""
+    found = [(alarms(before, run), _shared(before, run)) for before, run in unchanged]
     rates = []
     for by in (GATE, *RULES):
         rates.append(rate("unchanged suites with an alarm", by, [bool(called[by]) for called, _ in found]))
@@ -92,34 +105,103 @@ def false_alarms(before: Results, unchanged: Sequence[Results]) -> list[Rate]:
     return rates
 
 
-def detections(before: Results, planted: Sequence[Results]) -> list[Rate]:
-    """Over planted runs: cases of each kind, and of all, that were called slower, by the size planted in them."""
+def _shared(before: Results, run: Results) -> list[str]:
+    return [case for case in run.timed if case in before.timed]
+
+
+def detections(planted: Iterable[tuple[Results, Results, Mapping[str, str]]]) -> list[Rate]:
+    """Over slowed runs, each with its baseline and the size of what was planted in its cases.
+
+    Cases of each kind, and of all, that were called slower, by size.
+    """
     hits: dict[tuple[str, str, str], list[bool]] = {}
-    for run in planted:
+    for before, run, sizes in planted:
         called = alarms(before, run)
-        for plant, case in _trials(before, run):
-            for kind, by in itertools.product((_kind(before, case), "all"), called):
-                hits.setdefault((plant.size, kind, by), []).append(case in called[by])
-    ordered = sorted(hits, key=lambda key: (key[1] == "all", key[1]))  # sizes and rules stay as they came
+        for case, size in sizes.items():
+            for kind, by in itertools.product((_kind(before, run, case), ALL), called):
+                hits.setdefault((size, kind, by), []).append(case in called[by])
+    ordered = sorted(hits, key=lambda key: (key[1] == ALL, key[1]))  # sizes and rules stay as they came
     return [rate(f"{kind}: {size}", by, hits[size, kind, by]) for size, kind, by in ordered]
 
 
-def _trials(before: Results, run: Results) -> Iterator[tuple[Plant, str]]:
-    """Each case with what was planted in it: those that a plant names, not those that share a part with them."""
-    for plant in map(parse, run.raw["suite"]["planted"]):
-        yield from ((plant, case) for case in run.timed if case in before.timed and plant.pattern.search(case))
+def planted_in(before: Results, run: Results) -> dict[str, str]:
+    """Each case that a plant names with the size of it; those that share a part with one are not among them."""
+    plants = [parse(text) for text in run.raw["suite"]["planted"]]
+    return {case: plant.size for plant in plants for case in _shared(before, run) if plant.pattern.search(case)}
 
 
-def _kind(before: Results, case: str) -> str:
-    """What kind of case it is, and how long it takes."""
+def _kind(before: Results, run: Results, case: str) -> str:
+    """What sort of case it is, how long a launch of it takes, and whether the baseline has runs enough of its board."""
+    from benches.judging.comparison import FEWEST_OF_THE_BOARD
+
     timed = before.timed[case]
     kind = kind_of(case.split("/")[0], timed.axis("mode"))
-    return f"{kind}, {band_of(timed.benchmark['stats']['median'], timed.extra.get('launches'))} a launch"
+    band = band_of(timed.benchmark["stats"]["median"], timed.extra.get("launches"))
+    board = run.runs[0].uuid
+    own = sum(before.runs[sample.run].uuid == board for sample in timed.samples)
+    whose = "its board" if own >= FEWEST_OF_THE_BOARD else OTHERS
+    return f"{kind} {timed.axis('regime')}, {band}, {whose}"
 
 
 def plants(targets: Sequence[str], sizes: Sequence[str], number: int) -> list[str]:
     """What a run plants: in each target the size whose turn it is."""
     return [f"{target}={sizes[(place + number) % len(sizes)]}" for place, target in enumerate(targets)]
+
+
+# --- runs of the baseline ----------------------------------------------------------------------------------------
+
+
+def of_runs(results: Results, chosen: Sequence[int]) -> Results:
+    """Some of the runs that a baseline pools, by their indices."""
+    places = {old: new for new, old in enumerate(chosen)}
+    timed = {}
+    for case, found in results.timed.items():
+        samples = [replace(sample, run=places[sample.run]) for sample in found.samples if sample.run in places]
+        if samples:
+            timed[case] = _with_samples(found, samples)
+    runs = tuple(results.runs[index] for index in chosen)
+    return replace(results, runs=runs, timed=timed, selected=None, left_out=frozenset(), lost={}, not_run=0)
+
+
+def _with_samples(found: Timed, samples: Sequence[Sample]) -> Timed:
+    times = [sample.median_s for sample in samples]
+    stats = {**found.benchmark["stats"], "median": median(times), "mean": fmean(times)}
+    return replace(found, samples=tuple(samples), benchmark={**found.benchmark, "stats": stats})
+
+
+def slowed(run: Results, cases: Collection[str], share: float) -> Results:
+    """The run with the times of some cases that much longer."""
+    timed = dict(run.timed)
+    for case in cases:
+        found = timed[case]
+        longer = [replace(sample, median_s=sample.median_s * (1 + share)) for sample in found.samples]
+        timed[case] = _with_samples(found, longer)
+    return replace(run, timed=timed)
+
+
+def of_stored(before: Results, sizes: Sequence[str]) -> tuple[list[Rate], list[Rate]]:
+    """False alarms and detection among a baseline's own runs, each against the others. Seeded.
+
+    Raises ValueError for fewer than FEWEST_STORED runs, and for sizes that are no percentages.
+    """
+    if len(before.runs) < FEWEST_STORED:
+        raise ValueError(f"{before.name} is of {len(before.runs)} runs: --stored needs at least {FEWEST_STORED}")
+    shares = {size: parse(f"stored={size}").share for size in sizes}
+    if missing := [size for size, share in shares.items() if not share]:
+        raise ValueError(f"--size {missing[0]!r}: stored times can be made longer by a percentage only")
+    every = range(len(before.runs))
+    pairs = [(of_runs(before, [one for one in every if one != index]), of_runs(before, [index])) for index in every]
+    pairs = [(others, run) for others, run in pairs if _shared(others, run)]
+    generator = random.Random(0)
+    trials = []
+    for (others, run), (size, share), _ in itertools.product(pairs, shares.items(), range(DRAWS)):
+        cases = _shared(others, run)
+        chosen = generator.sample(cases, -(-len(cases) // 10))
+        trials.append((others, slowed(run, chosen, share), dict.fromkeys(chosen, size)))
+    return false_alarms(pairs), detections(trials)
+
+
+# --- new runs ----------------------------------------------------------------------------------------------------
 
 
 def run_once(baseline: Path, file: Path, options: Sequence[str]) -> Results:
@@ -132,35 +214,55 @@ def run_once(baseline: Path, file: Path, options: Sequence[str]) -> Results:
     return load(file)
 
 
-def plot(rates: Sequence[Rate], path: Path) -> None:
-    """Detection by size, with its interval, for the gate and each rule; a panel for each kind of cases.
+def _lines(rates: Sequence[Rate]) -> dict[str, dict[str, Rate]]:
+    """Rates by size: of each kind of cases as the gate calls them, and of all as it and each rule do."""
+    found: dict[str, dict[str, Rate]] = {}
+    for one in rates:
+        kind, size = one.what.split(": ")
+        if kind == ALL or one.by == GATE:
+            found.setdefault(f"{kind}, {one.by}" if kind == ALL else kind, {})[size] = one
+    return dict(sorted(found.items(), key=lambda item: (item[0].startswith(ALL), item[0].endswith(OTHERS), item[0])))
 
-    Raises ImportError without matplotlib.
-    """
+
+def table(rates: Sequence[Rate]) -> str:
+    """Found of tried, by size: a line for each kind of cases, and for the gate and each rule over all of them."""
+    sizes = list(dict.fromkeys(one.what.split(": ")[1] for one in rates))
+    lines = [f"{'found of tried, by size':50}" + "".join(f"{size:>12}" for size in sizes)]
+    for name, line in _lines(rates).items():
+        cells = [f"{line[size].hits}/{line[size].trials}" if size in line else "-" for size in sizes]
+        lines.append(f"{name:50}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+def plot(rates: Sequence[Rate], path: Path) -> None:
+    """Detection by size, with its interval: the table's lines but those of other boards. Raises ImportError."""
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys(one.what.split(": ")[0] for one in rates))
-    figure = Figure(figsize=(3 + 2.6 * len(kinds), 3.8), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-        for offset, by in enumerate((GATE, *RULES)):
-            own = [one for one in rates if one.by == by and one.what.startswith(f"{kind}: ")]
-            heights = [one.hits / one.trials for one in own]
-            below = [height - one.low for height, one in zip(heights, own, strict=True)]
-            above = [one.high - height for height, one in zip(heights, own, strict=True)]
-            places = [place + 0.12 * (offset - 1) for place in range(len(own))]
-            axes.errorbar(places, heights, yerr=[below, above], fmt="o-", capsize=3, linewidth=0.8, label=by)
-            axes.set_xticks(range(len(own)), [one.what.split(": ")[1] for one in own])
-        axes.set_title(kind, fontsize=9)
-        axes.set_xlabel("planted")
-        axes.set_ylim(-0.02, 1.02)
-    figure.axes[0].set_ylabel("called slower")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure = Figure(figsize=(9.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    sizes = list(dict.fromkeys(one.what.split(": ")[1] for one in rates))
+    lines = {name: line for name, line in _lines(rates).items() if not name.endswith(OTHERS)}
+    for number, (name, line) in enumerate(lines.items()):
+        there = [line[size] for size in sizes if size in line]
+        heights = [one.hits / one.trials for one in there]
+        errors = [[height - one.low for height, one in zip(heights, there, strict=True)]]
+        errors += [[one.high - height for height, one in zip(heights, there, strict=True)]]
+        places = [sizes.index(size) + 0.3 * (number / len(lines) - 0.5) for size in sizes if size in line]
+        style = "s--" if name.startswith(ALL) else "o-"
+        axes.errorbar(places, heights, yerr=errors, fmt=style, capsize=2, linewidth=0.8, markersize=4, label=name)
+    axes.set_xticks(range(len(sizes)), sizes)
+    axes.set_xlabel("slower by")
+    axes.set_ylabel("called slower")
+    axes.set_ylim(-0.02, 1.02)
+    figure.legend(loc="outside right center", frameon=False, fontsize=7)
     figure.savefig(path, dpi=150)
 
 
 def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
     before = load(options.baseline)
     sizes = options.size or list(SIZES)
+    if options.stored:
+        return of_stored(before, sizes)
     for text in plants(options.target, sizes, 0):
         parse(text)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="calibration-"))
@@ -171,7 +273,8 @@ def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
         _run(options, folder / f"planted{number}.json", plants(options.target, sizes, number))
         for number in range(rounds if options.target else 0)
     ]
-    return false_alarms(before, unchanged), detections(before, planted)
+    slower = [(before, run, planted_in(before, run)) for run in planted]
+    return false_alarms((before, run) for run in unchanged), detections(slower)
 
 
 def _run(options: argparse.Namespace, file: Path, planted: Sequence[str]) -> Results:
@@ -189,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 4 after one line on stderr for what cannot be calibrated."""
     parser = argparse.ArgumentParser(prog="python -m benches.calibrate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--baseline", required=True, type=Path, metavar="FILE", help="what runs are judged against")
+    parser.add_argument("--stored", action="store_true", help="judge the baseline's own runs, each against the others")
     parser.add_argument("--unchanged", type=int, default=10, metavar="N", help="runs in which nothing is planted")
     parser.add_argument("--target", action="append", default=[], metavar="REGEX", help="cases to slow down; repeatable")
     sizes = f"slowdowns, as --plant has them; repeatable; default: {', '.join(SIZES)}".replace("%", "%%")
@@ -209,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse("benches.calibrate", in_words(error))
     except ImportError as error:
         return refuse("benches.calibrate", f"pip install scipy matplotlib ({error})")
-    return print_text("\n".join(map(str, [*unchanged, *found])))
+    parts = ["\n".join(map(str, unchanged)), table(found) if found else ""]
+    return print_text("\n\n".join(part for part in parts if part))
 
 
 def _as_dict(unchanged: Sequence[Rate], found: Sequence[Rate]) -> dict[str, Any]:

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 
 from benches import calibrate
-from benches.calibrate import GATE, Rate, alarms, detections, false_alarms, main, plants, rate
+from benches.calibrate import (
+    GATE,
+    Rate,
+    alarms,
+    detections,
+    false_alarms,
+    main,
+    of_runs,
+    of_stored,
+    planted_in,
+    plants,
+    rate,
+)
 from benches.judging.baselines import Results, pool, read
 from correctness.suite.fake_results import CASES, TIMES, noisy, results, runs
 
@@ -37,7 +49,7 @@ def test_a_rate_has_the_exact_interval() -> None:
 
 def test_unchanged_runs_raise_no_alarm() -> None:
     """Suites and cases are counted for the gate and for each rule."""
-    rates = {(one.what, one.by): one for one in false_alarms(BEFORE, [run(seed) for seed in range(4)])}
+    rates = {(one.what, one.by): one for one in false_alarms((BEFORE, run(seed)) for seed in range(4))}
     assert rates["unchanged suites with an alarm", GATE].trials == 4
     assert rates["unchanged cases", GATE].trials == 4 * len(TIMES)
     assert rates["unchanged cases", GATE].hits == 0
@@ -47,8 +59,9 @@ def test_unchanged_runs_raise_no_alarm() -> None:
 def test_a_planted_case_is_found_and_no_other() -> None:
     """5 % is far above this noise; the rule of 2 % of the median sees it, that of 5 % of the mean does not surely."""
     assert alarms(BEFORE, run(0, slower=1.05))[GATE] == {SLOWED}
-    rates = {(one.what, one.by): one for one in detections(BEFORE, [run(seed, slower=1.05) for seed in range(3)])}
-    kind = "layer, 100 us and more a launch"
+    slower = [run(seed, slower=1.05) for seed in range(3)]
+    rates = {(one.what, one.by): one for one in detections((BEFORE, one, planted_in(BEFORE, one)) for one in slower)}
+    kind = "layer rested, 100 us and more, its board"
     for by in (GATE, "median:2%"):
         assert (rates[f"{kind}: 5%", by].hits, rates[f"{kind}: 5%", by].trials) == (3, 3)
         assert rates["all: 5%", by].hits == 3
@@ -65,6 +78,39 @@ def test_a_line_says_rate_and_interval() -> None:
     """And that there were no trials, where there were none."""
     assert str(rate("5 %", GATE, [True, False])).endswith("1 of    2    50.0%  (1.3% to 98.7%)")
     assert str(rate("5 %", GATE, [])).endswith("none")
+
+
+def test_a_baseline_is_calibrated_by_its_own_runs() -> None:
+    """Nothing in it is slower than the rest of it; what is made 5 % longer is found, case by case."""
+    unchanged, slower = of_stored(BEFORE, ["5%"])
+    alarmed = {(one.what, one.by): one for one in unchanged}
+    assert alarmed["unchanged suites with an alarm", GATE].hits == 0
+    assert alarmed["unchanged cases", GATE].trials == 5 * 12
+    (found,) = (one for one in slower if (one.what, one.by) == ("all: 5%", GATE))
+    assert found.hits == found.trials == 5 * 3 * 2
+
+
+def test_the_table_has_a_line_for_each_kind_and_each_rule() -> None:
+    """Sizes are its columns."""
+    lines = calibrate.table(of_stored(BEFORE, ["3%", "5%"])[1]).splitlines()
+    assert lines[0].split()[-2:] == ["3%", "5%"]
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "layer rested, 100 us and more, its board",
+        "all, mean:5%",
+        "all, median:2%",
+        "all, the gate",
+    ]
+    assert lines[1].split()[-1] == "30/30"
+
+
+def test_a_run_of_a_baseline_has_its_own_times() -> None:
+    """Its median is that run's, and its control too."""
+    alone = of_runs(BEFORE, [3])
+    (sample,) = alone.timed[SLOWED].samples
+    assert sample.run == 0
+    assert sample.median_s == BEFORE.timed[SLOWED].samples[3].median_s
+    assert alone.timed[SLOWED].benchmark["stats"]["median"] == sample.median_s
+    assert alone.runs == (BEFORE.runs[3],)
 
 
 @pytest.fixture
@@ -122,6 +168,7 @@ def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, caps
     ("words", "line"),
     [
         (["--baseline=nowhere.json"], "nowhere.json: No such file"),
+        (["--baseline={baseline}", "--stored", "--size=+2us"], "--size '+2us': stored times can be made longer by"),
         (["--baseline={baseline}", "--target=x", "--size=y"], "--plant 'x=y': must be"),
     ],
 )
