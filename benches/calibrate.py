@@ -44,7 +44,6 @@ DRAWS = 3  # of the cases that are slowed down, for each run and size
 SIZES = ("1%", "2%", "3%", "5%")
 RULES = {"median:2%": ("median", 0.02), "mean:5%": ("mean", 0.05)}  # of --benchmark-compare-fail, in common use
 
-
 Pair = tuple[Results, Results]  # a baseline, and a run
 
 
@@ -185,7 +184,7 @@ def of_stored(before: Results, sizes: Sequence[str]) -> tuple[list[Rate], list[R
     Raises ValueError for fewer than FEWEST_STORED runs, and for sizes that are no percentages.
     """
     if len(before.runs) < FEWEST_STORED:
-        raise ValueError(f"{before.name} is of {len(before.runs)} runs: --stored needs at least {FEWEST_STORED}")
+        raise ValueError(f"{before.name}: --stored needs {FEWEST_STORED} runs or more, and found {len(before.runs)}")
     shares = {size: parse(f"stored={size}").share for size in sizes}
     if missing := [size for size, share in shares.items() if not share]:
         raise ValueError(f"--size {missing[0]!r}: stored times can be made longer by a percentage only")

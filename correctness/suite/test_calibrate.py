@@ -168,13 +168,16 @@ def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, caps
     ("words", "line"),
     [
         (["--baseline=nowhere.json"], "nowhere.json: No such file"),
+        (["--baseline={single}", "--stored"], "--stored needs 3 runs or more, and found 1"),
         (["--baseline={baseline}", "--stored", "--size=+2us"], "--size '+2us': stored times can be made longer by"),
         (["--baseline={baseline}", "--target=x", "--size=y"], "--plant 'x=y': must be"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, capsys: Any) -> None:
     """And pytest's exit code for a usage error."""
-    assert main([word.format(baseline=baseline) for word in words]) == 4
+    single = baseline.with_name("single.json")
+    single.write_text(json.dumps(pool(runs(1))))
+    assert main([word.format(baseline=baseline, single=single) for word in words]) == 4
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert line in printed.err
