@@ -138,7 +138,8 @@ def _kind(before: Results, run: Results, case: str) -> str:
     band = band_of(timed.benchmark["stats"]["median"], timed.extra.get("launches"))
     board = run.runs[0].uuid
     own = sum(before.runs[sample.run].uuid == board for sample in timed.samples)
-    whose = "its board" if own >= FEWEST_OF_THE_BOARD else OTHERS
+    known = board or before.machine.device == "cpu"
+    whose = "its board" if known and own >= FEWEST_OF_THE_BOARD else OTHERS
     return f"{kind} {timed.axis('regime')}, {band}, {whose}"
 
 
@@ -181,13 +182,11 @@ def slowed(run: Results, cases: Collection[str], share: float) -> Results:
 def of_stored(before: Results, sizes: Sequence[str]) -> tuple[list[Rate], list[Rate]]:
     """False alarms and detection among a baseline's own runs, each against the others. Seeded.
 
-    Raises ValueError for fewer than FEWEST_STORED runs, and for sizes that are no percentages.
+    Raises ValueError for fewer than FEWEST_STORED runs.
     """
     if len(before.runs) < FEWEST_STORED:
         raise ValueError(f"{before.name}: --stored needs {FEWEST_STORED} runs or more, and found {len(before.runs)}")
     shares = {size: parse(f"stored={size}").share for size in sizes}
-    if missing := [size for size, share in shares.items() if not share]:
-        raise ValueError(f"--size {missing[0]!r}: stored times can be made longer by a percentage only")
     every = range(len(before.runs))
     pairs = [(of_runs(before, [one for one in every if one != index]), of_runs(before, [index])) for index in every]
     pairs = [(others, run) for others, run in pairs if _shared(others, run)]
@@ -260,6 +259,8 @@ def plot(rates: Sequence[Rate], path: Path) -> None:
 def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
     before = load(options.baseline)
     sizes = options.size or list(SIZES)
+    for size in sizes:
+        _check(size, options.stored)
     if options.stored:
         return of_stored(before, sizes)
     for text in plants(options.target, sizes, 0):
@@ -274,6 +275,15 @@ def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
     ]
     slower = [(before, run, planted_in(before, run)) for run in planted]
     return false_alarms((before, run) for run in unchanged), detections(slower)
+
+
+def _check(size: str, stored: bool) -> None:
+    try:
+        share = parse(f"x={size}").share
+    except ValueError:
+        raise ValueError(f"--size {size!r}: must be as 3%, +2us or host+50us, and at most 1000%") from None
+    if stored and not share:
+        raise ValueError(f"--size {size!r}: stored times can be made longer by a percentage only")
 
 
 def _run(options: argparse.Namespace, file: Path, planted: Sequence[str]) -> Results:

@@ -19,7 +19,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benches.report.analysis import MALFORMED, USAGE_ERROR, timed_cases
+from benches.judging.baselines import read_json
+from benches.report.analysis import MALFORMED, timed_cases
+from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
 
 FEWEST_RUNS = 2
@@ -84,6 +86,7 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
     if len(runs) < FEWEST_RUNS:
         raise ValueError(f"{len(runs)} run has no spread: at least {FEWEST_RUNS} are needed")
     tables = [{found.case: found for found in timed_cases(run)} for run in runs]
+    _check_apart(runs)
     boards = tuple(str(((run.get("machine_info") or {}).get("gpu") or {}).get("uuid")) for run in runs)
     if len(set(boards)) == len(runs):
         raise ValueError(f"{len(runs)} runs of as many different GPUs: what these differ by is not noise")
@@ -101,6 +104,15 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
         )
         for case in shared
     ]
+
+
+def _check_apart(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for runs that are not each of a process of its own."""
+    if any((run.get("suite") or {}).get("runs") for run in runs):
+        raise ValueError("a baseline pools runs: give the runs themselves")
+    begun = [(run.get("datetime"), str(run.get("machine_info"))) for run in runs if run.get("datetime")]
+    if len(set(begun)) < len(begun):
+        raise ValueError("the same run is given twice")
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -157,16 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write every case's medians and spread")
     options = parser.parse_args(arguments)
     try:
-        runs = [json.loads(path.read_text(encoding="utf-8")) for path in options.runs]
+        runs = [read_json(path) for path in options.runs]
         found, unequal = spreads(runs), differing(runs)
         if options.json:
             options.json.write_text(json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1))
-    except (OSError, ValueError) as error:
-        print(f"benches.noise: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except MALFORMED as error:
-        print(f"benches.noise: not a usable results file ({type(error).__name__}: {error})", file=sys.stderr)
-        return USAGE_ERROR
+    except (OSError, ValueError, *MALFORMED) as error:
+        return refuse("benches.noise", in_words(error))
     boards = len(found[0].by_board())
     where = f" on {boards} boards" if boards > 1 else ""
     within = ", within a board" if boards > 1 else ""

@@ -15,6 +15,7 @@ from shapes.program import Program, Segment
 
 FORM = "REGEX=3%, REGEX=+2us or REGEX=host+50us"
 _SIZE = re.compile(r"(?P<percent>\d+(\.\d+)?)%|(?P<host>host)?\+(?P<us>\d+(\.\d+)?)us")
+MOST_PERCENT = 1000
 LOOK = Limits(max_time_s=0.3)  # how long a segment takes, to within a percent of what is planted
 
 
@@ -41,6 +42,8 @@ def parse(text: str) -> Plant:
     except re.error as error:
         raise ValueError(f"--plant {text!r}: {pattern!r} is no regular expression: {error}") from None
     if match["percent"]:
+        if float(match["percent"]) > MOST_PERCENT:
+            raise ValueError(f"--plant {text!r}: {MOST_PERCENT} % is the most")
         return Plant(text, compiled, size, share=float(match["percent"]) / 100)
     seconds = float(match["us"]) * 1e-6
     if match["host"]:

@@ -16,7 +16,7 @@ from statistics import fmean, median, quantiles, stdev
 from typing import Any, NoReturn
 
 from benches.harness.medians import median_interval
-from benches.report.analysis import MALFORMED, SCHEMA
+from benches.report.analysis import MALFORMED, SCHEMA, launches_of
 from shapes.cases import GemmCase, LayerCase
 
 AXES = {kind.kind: kind.axes for kind in (LayerCase, GemmCase)}
@@ -147,6 +147,8 @@ def load(path: Path) -> Results:
 def read_json(path: Path) -> Any:
     """What a file says. Raises ValueError, in one line that names it, where it is not JSON or has no finite numbers."""
     try:
+        if path.is_char_device():  # some have no end
+            raise ValueError("is not a file")
         text = path.read_text(encoding="utf-8")
         if not text.strip():
             raise ValueError("is empty")
@@ -243,6 +245,7 @@ def _own_run(raw: Mapping[str, Any]) -> Run:
 def _timed(benchmark: Mapping[str, Any], evidence: Mapping[str, Any], runs: int) -> Timed:
     extra, case = benchmark["extra_info"], str(benchmark["extra_info"]["case"])
     axes_of(case)
+    launches_of(extra)
     if "runs" in extra:
         entries = [(one["run"], one["median_s"], one["host_median_s"]) for one in extra["runs"]]
     else:

@@ -338,9 +338,17 @@ def _measurement(kind: type[Case], extra: Mapping[str, Any], stats: Mapping[str,
         launch_bound=bool(extra.get("launch_bound")),
         gemm=gemm,
         host_s=extra.get("host_median_s"),
-        proof=Proof(**{one.name: extra.get(one.name) for one in fields(Proof)}),
+        proof=Proof(**{one.name: extra.get(one.name) for one in fields(Proof)} | {"launches": launches_of(extra)}),
         throttled=(extra.get("gpu_state") or {}).get("throttled"),
     )
+
+
+def launches_of(extra: Mapping[str, Any]) -> int | None:
+    """How many kernels, copies and memsets a case launches, None if not known. Raises ValueError for no count."""
+    launches = extra.get("launches")
+    if launches is None or (type(launches) is int and 0 <= launches < 1e9):
+        return launches
+    raise ValueError(f"launches {launches!r} is no count")
 
 
 def _model_report(

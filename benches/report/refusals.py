@@ -17,7 +17,7 @@ def refuse(subject: object, reason: Exception | str) -> int:
 def in_words(error: Exception) -> str:
     """What was wrong with the files that a command was given, in one line."""
     if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
+        return ": ".join(str(part) for part in (error.filename, error.strerror) if part)  # writing may name no file
     if isinstance(error, ValueError):
         return " ".join(str(error).split())
     return f"not a usable results file ({type(error).__name__}: {error})"

@@ -170,7 +170,8 @@ def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, caps
         (["--baseline=nowhere.json"], "nowhere.json: No such file"),
         (["--baseline={single}", "--stored"], "--stored needs 3 runs or more, and found 1"),
         (["--baseline={baseline}", "--stored", "--size=+2us"], "--size '+2us': stored times can be made longer by"),
-        (["--baseline={baseline}", "--target=x", "--size=y"], "--plant 'x=y': must be"),
+        (["--baseline={baseline}", "--target=x", "--size=y"], "--size 'y': must be"),
+        (["--baseline={baseline}", "--stored", f"--size={'9' * 400}%"], "at most 1000%"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, capsys: Any) -> None:

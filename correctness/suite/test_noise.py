@@ -30,6 +30,18 @@ def run(*medians: float, uuid: str = "one") -> dict[str, Any]:
     }
 
 
+def pooled(file: dict[str, Any]) -> dict[str, Any]:
+    """A file that says that it is of several runs."""
+    return file | {"suite": file["suite"] | {"runs": [{}, {}]}}
+
+
+def launching(launches: Any) -> dict[str, Any]:
+    """A file whose case launches so many kernels."""
+    file = run(1.0)
+    file["benchmarks"][0]["extra_info"]["launches"] = launches
+    return file
+
+
 def test_a_spread_is_the_deviation_of_medians_over_their_mean() -> None:
     """99, 100 and 101 ms: 1 ms of 100."""
     (spread,) = spreads([run(0.099), run(0.100), run(0.101)])
@@ -85,10 +97,14 @@ def test_lines_are_per_kind_regime_and_band() -> None:
         ([run(1.0)], "at least 2"),
         ([run(1.0), run(1.0, uuid="other")], "2 runs of as many different GPUs"),
         ([run(1.0), run()], "no case"),
+        ([run(1.0) | {"datetime": "now"}] * 2, "the same run is given twice"),
+        ([pooled(run(1.0)), run(1.0)], "a baseline pools runs"),
+        ([launching(-1), run(1.0)], "launches -1 is no count"),
+        ([launching("3"), run(1.0)], "launches '3' is no count"),
         ([run(1.0), {"benchmarks": []}], "not a results file"),
         ([run(1.0), []], "not a results file"),
         ([run(1.0), run(0.0)], "is no time"),
-        ([run(1.0), run(float("nan"))], "is no time"),
+        ([run(1.0), run(float("nan"))], "NaN is in it"),
         ([run(1.0), run(1.0) | {"machine_info": 5}], "not a usable results file"),
     ],
 )

@@ -389,7 +389,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], set[str]]] = {  # who refuses 
     "no samples": (lambda file: first(file)["gpu_state"].pop("samples"), {"schema"}),
     "no rounds": (lambda file: file["suite"]["controls"][0].pop("rounds"), {"schema"}),
     "no outcome": (lambda file: file["suite"]["not_measured"][0].pop("outcome"), {"schema"}),
-    "launches as text": (lambda file: first(file).update(launches="4"), {"schema"}),
+    "launches as text": (lambda file: first(file).update(launches="4"), {"schema", "analysis"}),
     "bytes with a fraction": (lambda file: first(file).update(peak_bytes=0.5), {"schema"}),
     "half an interval": (lambda file: first(file)["interval_s"].pop(), {"schema", "analysis"}),
     "models as a list": (lambda file: file["suite"].update(models=[]), {"schema", "analysis"}),
