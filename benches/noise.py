@@ -60,9 +60,13 @@ class Spread:
     @property
     def relative(self) -> float:
         """Standard deviation of the runs' medians over their mean, board by board, pooled."""
-        groups = self.by_board()
-        squares = sum((time_s / fmean(own) - 1) ** 2 for own in groups for time_s in own)
-        return math.sqrt(squares / (len(self.runs_s) - len(groups)))
+        squares = sum((time_s / fmean(own) - 1) ** 2 for own in self.by_board() for time_s in own)
+        return math.sqrt(squares / self.df)
+
+    @property
+    def df(self) -> int:
+        """Degrees of freedom of that: runs less boards."""
+        return len(self.runs_s) - len(self.by_board())
 
     def by_board(self) -> list[list[float]]:
         """The runs' medians, board by board."""

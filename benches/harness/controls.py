@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from benches.harness.kernels import LAUNCHES
 from benches.harness.medians import median, median_interval
 from benches.harness.stopwatch import REGIMES, CpuStopwatch, Limits, Stopwatch
 from benches.harness.timeline import Timeline
@@ -24,7 +25,6 @@ MOST_TIME_S = 0.2  # about 20 rounds of each; at 0.25 % they stop earlier
 # are below a millisecond and 1 GB.
 GEMM = {"cuda": (8192, 8192, 4096), "cpu": (256, 256, 256)}  # m, n, k
 COPY_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
-LAUNCHES = 100  # of a kernel with next to no work
 
 
 class Absent(Exception):

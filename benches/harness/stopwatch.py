@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from benches.harness.medians import is_precise, median, median_interval
@@ -78,7 +77,6 @@ class Limits:
 
 Span = tuple[Mark, Mark]  # where a segment starts and ends
 Slack = Mapping[tuple[str, ...], float]  # by how much less precisely than the others a figure need be known
-NO_SLACK: Slack = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Times:
     device_s: dict[str, list[float]] = field(default_factory=dict)
     host_s: dict[str, list[float]] = field(default_factory=dict)
     gpu_state: dict[str, Any] = field(default_factory=dict)  # while it was measured
-    slack: Slack = field(default_factory=lambda: NO_SLACK)
+    slack: Slack = field(default_factory=dict)
 
     @property
     def round_s(self) -> float:
@@ -284,12 +282,14 @@ class Stopwatch:
             fitting = min(fitting, HOST_WORK_S / max(self.host_round_s, 1e-6))
         return max(1, int(fitting))
 
-    def time(self, regime: Regime, figures: Sequence[Sequence[str]], limits: Limits, slack: Slack = NO_SLACK) -> Times:
+    def time(
+        self, regime: Regime, figures: Sequence[Sequence[str]], limits: Limits, slack: Slack | None = None
+    ) -> Times:
         """Rounds in a regime until all figures (each a set of segments) are precise or time is up.
 
         Raises HostTooSlowError if no round could be enqueued in time.
         """
-        times = Times(limits, host_s=self.host_s, slack=slack)
+        times = Times(limits, host_s=self.host_s, slack=slack or {})
         rounds = self.rounds_per_batch(regime)
         rest_s = max(regime.rest_s, regime.rest_ratio * rounds * self.device_round_s)
 
@@ -333,10 +333,12 @@ class CpuStopwatch:
             times[segment.name] = (time.perf_counter_ns() - start) * 1e-9
         return times
 
-    def time(self, regime: Regime, figures: Sequence[Sequence[str]], limits: Limits, slack: Slack = NO_SLACK) -> Times:
+    def time(
+        self, regime: Regime, figures: Sequence[Sequence[str]], limits: Limits, slack: Slack | None = None
+    ) -> Times:
         """Rounds until all figures are precise or time is up."""
         del regime
-        times = Times(limits, slack=slack)
+        times = Times(limits, slack=slack or {})
         with no_garbage_collection():
             _collect(times, figures, time.perf_counter, lambda: [self._round()])
         return times

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benches.harness.kernels import LAUNCHES
 from benches.judging.baselines import AXES, Results, Sample, Timed, axes_of
 from benches.judging.comparison import (
     BOARD_DEVIATION,
@@ -65,7 +66,6 @@ CONTROL_OF = {
     "gemm_fp8": "fp8_gemm",
     "gemm_fp4": "fp8_gemm",
 }
-LAUNCHES = 100  # of the control of launches
 OTHERS_CONTROL = "copy"  # what is no GEMM is bound by memory
 # Three H200s whose GEMM controls were 1.1 to 1.9 % apart: GEMMs of 160 us and more were 0.7 to 1 times as far apart,
 # those of less than 90 us were not (0 +- 0.5 %), nor were quantizations. In short kernels power does not count.
@@ -348,12 +348,14 @@ def scatter(spreads: Sequence[Mapping[str, Any]]) -> Scatter | None:
         case, times_s = str(spread["case"]), tuple(float(time_s) for time_s in spread["runs_s"])
         axes = axes_of(case)
         kind = kind_of(case.split("/")[0], axes.get("mode"))
-        groups = Spread(case, kind, axes["regime"], times_s, tuple(spread.get("boards") or ())).by_board()
-        df.append(float(len(times_s) - len(groups)))
-        if not df[-1] or not all(1e-12 < time_s < 1e12 for time_s in times_s):
+        boards, launches = tuple(spread.get("boards") or ()), spread.get("launches")
+        found = Spread(case, kind, axes["regime"], times_s, boards, launches)
+        if not found.df or not all(1e-12 < time_s < 1e12 for time_s in times_s):
             raise ValueError(f"{case}: {list(times_s)} are not the times of several runs on a board")
-        keys.append((kind, axes["regime"], band_of(float(np.median(times_s)), spread.get("launches"))))
-        variance.append(sum(len(own) * float(np.var(np.log(own))) for own in groups) / df[-1])
+        keys.append((found.kind, found.regime, found.band))
+        squares = sum(len(own) * float(np.var(np.log(own))) for own in found.by_board())
+        variance.append(squares / found.df)
+        df.append(float(found.df))
     return Scatter(keys, np.array(variance), np.array(df)) if keys else None
 
 
