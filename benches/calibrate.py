@@ -57,6 +57,7 @@ class Rate:
     trials: int
     low: float
     high: float
+    size: str = ""  # of what was planted
 
     def __str__(self) -> str:
         if not self.trials:
@@ -67,15 +68,15 @@ class Rate:
         )
 
 
-def rate(what: str, by: str, hits: Iterable[bool]) -> Rate:
+def rate(what: str, by: str, hits: Iterable[bool], size: str = "") -> Rate:
     """A rate with its exact interval (Clopper and Pearson 1934, Biometrika 26)."""
     from scipy.stats import binomtest
 
     found = list(hits)
     if not found:
-        return Rate(what, by, 0, 0, 0.0, 1.0)
+        return Rate(what, by, 0, 0, 0.0, 1.0, size)
     interval = binomtest(sum(found), len(found)).proportion_ci(0.95, method="exact")
-    return Rate(what, by, sum(found), len(found), float(interval.low), float(interval.high))
+    return Rate(what, by, sum(found), len(found), float(interval.low), float(interval.high), size)
 
 
 def alarms(before: Results, now: Results) -> dict[str, frozenset[str]]:
@@ -118,9 +119,9 @@ def detections(planted: Iterable[tuple[Results, Results, Mapping[str, str]]]) ->
         called = alarms(before, run)
         for case, size in sizes.items():
             for kind, by in itertools.product((_kind(before, run, case), ALL), called):
-                hits.setdefault((size, kind, by), []).append(case in called[by])
-    ordered = sorted(hits, key=lambda key: (key[1] == ALL, key[1]))  # sizes and rules stay as they came
-    return [rate(f"{kind}: {size}", by, hits[size, kind, by]) for size, kind, by in ordered]
+                hits.setdefault((kind, size, by), []).append(case in called[by])
+    ordered = sorted(hits, key=lambda key: (key[0] == ALL, key[0]))  # sizes and rules stay as they came
+    return [rate(kind, by, hits[kind, size, by], size) for kind, size, by in ordered]
 
 
 def planted_in(before: Results, run: Results) -> dict[str, str]:
@@ -216,15 +217,14 @@ def _lines(rates: Sequence[Rate]) -> dict[str, dict[str, Rate]]:
     """Rates by size: of each kind of cases as the gate calls them, and of all as it and each rule do."""
     found: dict[str, dict[str, Rate]] = {}
     for one in rates:
-        kind, size = one.what.split(": ")
-        if kind == ALL or one.by == GATE:
-            found.setdefault(f"{kind}, {one.by}" if kind == ALL else kind, {})[size] = one
+        if one.what == ALL or one.by == GATE:
+            found.setdefault(f"{ALL}, {one.by}" if one.what == ALL else one.what, {})[one.size] = one
     return dict(sorted(found.items(), key=lambda item: (item[0].startswith(ALL), item[0].endswith(OTHERS), item[0])))
 
 
 def table(rates: Sequence[Rate]) -> str:
     """Found of tried, by size: a line for each kind of cases, and for the gate and each rule over all of them."""
-    sizes = list(dict.fromkeys(one.what.split(": ")[1] for one in rates))
+    sizes = list(dict.fromkeys(one.size for one in rates))
     lines = [f"{'found of tried, by size':50}" + "".join(f"{size:>12}" for size in sizes)]
     for name, line in _lines(rates).items():
         cells = [f"{line[size].hits}/{line[size].trials}" if size in line else "-" for size in sizes]
@@ -238,7 +238,7 @@ def plot(rates: Sequence[Rate], path: Path) -> None:
 
     figure = Figure(figsize=(9.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    sizes = list(dict.fromkeys(one.what.split(": ")[1] for one in rates))
+    sizes = list(dict.fromkeys(one.size for one in rates))
     lines = {name: line for name, line in _lines(rates).items() if not name.endswith(OTHERS)}
     for number, (name, line) in enumerate(lines.items()):
         there = [line[size] for size in sizes if size in line]

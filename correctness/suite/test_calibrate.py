@@ -60,11 +60,12 @@ def test_a_planted_case_is_found_and_no_other() -> None:
     """5 % is far above this noise; the rule of 2 % of the median sees it, that of 5 % of the mean does not surely."""
     assert alarms(BEFORE, run(0, slower=1.05))[GATE] == {SLOWED}
     slower = [run(seed, slower=1.05) for seed in range(3)]
-    rates = {(one.what, one.by): one for one in detections((BEFORE, one, planted_in(BEFORE, one)) for one in slower)}
+    found = detections((BEFORE, one, planted_in(BEFORE, one)) for one in slower)
+    rates = {(one.what, one.size, one.by): one for one in found}
     kind = "layer rested, 100 us and more, its board"
     for by in (GATE, "median:2%"):
-        assert (rates[f"{kind}: 5%", by].hits, rates[f"{kind}: 5%", by].trials) == (3, 3)
-        assert rates["all: 5%", by].hits == 3
+        assert (rates[kind, "5%", by].hits, rates[kind, "5%", by].trials) == (3, 3)
+        assert rates["all", "5%", by].hits == 3
 
 
 def test_each_target_gets_each_size_in_its_turn() -> None:
@@ -86,7 +87,7 @@ def test_a_baseline_is_calibrated_by_its_own_runs() -> None:
     alarmed = {(one.what, one.by): one for one in unchanged}
     assert alarmed["unchanged suites with an alarm", GATE].hits == 0
     assert alarmed["unchanged cases", GATE].trials == 5 * 12
-    (found,) = (one for one in slower if (one.what, one.by) == ("all: 5%", GATE))
+    (found,) = (one for one in slower if (one.what, one.size, one.by) == ("all", "5%", GATE))
     assert found.hits == found.trials == 5 * 3 * 2
 
 

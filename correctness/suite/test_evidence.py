@@ -275,6 +275,27 @@ def test_a_wrong_size_is_an_error(timeline: CudaTimeline) -> None:
         source.evidence()
 
 
+def test_memory_does_not_depend_on_the_blocks_that_earlier_cases_left(timeline: CudaTimeline) -> None:
+    """PyTorch hands out a free block whole if less than 1 MiB of it would be left; the request is what counts."""
+    import torch
+
+    def measured() -> tuple[int, int]:
+        before = timeline.allocated_bytes()
+        timeline.forget_peak()
+        block = torch.empty(size, device="cuda", dtype=torch.uint8)
+        held = timeline.allocated_bytes() - before
+        del block
+        return held, timeline.peak_bytes() - before
+
+    size = 20 * 2**20 + 1000
+    torch.cuda.empty_cache()
+    assert measured() == (size, size)
+    torch.cuda.empty_cache()
+    earlier = torch.empty(size + 2**19, device="cuda", dtype=torch.uint8)
+    del earlier
+    assert measured() == (size, size)
+
+
 def test_a_step_that_lags_is_launch_bound(timeline: CudaTimeline) -> None:
     """A host that takes 5 ms for a step of microseconds, and one that does not."""
     import torch
