@@ -30,7 +30,7 @@ CATEGORIES = (
     "other",
 )
 LONGEST_NAME = 100  # characters of a short name
-LAUNCHES = 100  # of a kernel with next to no work: the control of launches, whose time is divided by it
+LAUNCHES = 100  # of kernels with next to no work: the control short_kernels, whose time is divided by it
 
 # Kernels are categorized by their plain names (`_plain`): a parameter's type says nothing about what a kernel does.
 GEMM = r"^(?=.*(?:nvjet|cutlass|xmma|gemm|gemv|Gemm))"

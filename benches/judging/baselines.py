@@ -22,6 +22,7 @@ from shapes.cases import GemmCase, LayerCase
 AXES = {kind.kind: kind.axes for kind in (LayerCase, GemmCase)}
 # A baseline is of one version of what runs on the device. Drivers come with the hosts, and numpy times nothing.
 PINNED = ("torch", "transformer_engine", "cuda_runtime", "cublas", "cudnn")
+CONTROLS = ("gemm", "fp8_gemm", "copy", "short_kernels", "python")  # others are of another version of this suite
 HOST_CONTROL = "python"
 OF_THE_RUNS = ("runs", "selected", "left_out")  # of a suite: what a pooled file has of its own, or not at all
 
@@ -228,8 +229,8 @@ def _own_run(raw: Mapping[str, Any]) -> Run:
     gpu = machine_info.get("gpu") or {}
     taken: dict[str, list[float]] = {}
     for control in suite.get("controls") or ():
-        if "absent" not in control:
-            name = str(control["name"])
+        name = str(control["name"])
+        if name in CONTROLS and "absent" not in control:
             taken.setdefault(name, []).append(_seconds(control["median_s"], f"control {name}"))
     return Run(
         datetime=str(raw["datetime"]),

@@ -225,7 +225,7 @@ class TestControls:
         assert found.expected == pytest.approx(1.04**0.75 * 1.02**0.25)
 
     def test_what_launches_cost_is_taken_off_run_by_run(self) -> None:
-        """Runs whose 20 launches cost 0.1 us more each are alike; where one lacks the control nothing is taken off."""
+        """Runs whose 20 launches cost 0.1 us more each are alike; one that lacks the control stays as it is."""
         assert LAUNCHES == controls.LAUNCHES
         times, cost = dict.fromkeys(CASES[:12], 1e-3), 0.1e-6
 
@@ -233,7 +233,9 @@ class TestControls:
             made = results({case: time_s + 20 * cost * (number % 2) for case, time_s in times.items()})
             for benchmark in made["benchmarks"]:
                 benchmark["extra_info"]["launches"] = 20
-            made["suite"]["controls"].append({"name": "launches", "time_s": 1.0, "median_s": (number % 2 + 20) * 1e-5})
+            made["suite"]["controls"].append(
+                {"name": "short_kernels", "time_s": 1.0, "median_s": (number % 2 + 20) * 1e-5}
+            )
             return made
 
         baseline = pool([file(number) for number in range(5)])
@@ -244,10 +246,15 @@ class TestControls:
         assert found.time.ratio == pytest.approx(1.0, abs=1e-6)
         assert found.time.noise < 1e-4
         without = [file(number) for number in range(6)]
-        without[2]["suite"]["controls"].pop()
+        without[5]["suite"]["controls"].pop()
         found = of(gate(without[5], pool(without[:5])), FIRST)
         assert found.time
         assert found.time.ratio == pytest.approx(1.002)
+        assert found.time.noise < 1e-4
+        without[1]["suite"]["controls"].pop()
+        found = of(gate(file(5), pool(without[:5])), FIRST)
+        assert found.time
+        assert found.time.ratio == pytest.approx(1.0, abs=1e-6)
         assert found.time.noise > 5e-4
 
     def test_without_controls_nothing_is_taken_off(self) -> None:
