@@ -120,8 +120,14 @@ def detections(planted: Iterable[tuple[Results, Results, Mapping[str, str]]]) ->
         for case, size in sizes.items():
             for kind, by in itertools.product((_kind(before, run, case), ALL), called):
                 hits.setdefault((kind, size, by), []).append(case in called[by])
-    ordered = sorted(hits, key=lambda key: (key[0] == ALL, key[0]))  # sizes and rules stay as they came
+    ordered = sorted(hits, key=lambda key: (key[0] == ALL, key[0], _slowdown(key[1])))  # rules stay as they came
     return [rate(kind, by, hits[kind, size, by], size) for kind, size, by in ordered]
+
+
+def _slowdown(size: str) -> tuple[float, float, float]:
+    """Of two sizes, the larger one's is larger; shares, device time and host time cannot be compared."""
+    plant = parse(f"x={size}")
+    return plant.share, plant.device_s, plant.host_s
 
 
 def planted_in(before: Results, run: Results) -> dict[str, str]:
@@ -222,9 +228,14 @@ def _lines(rates: Sequence[Rate]) -> dict[str, dict[str, Rate]]:
     return dict(sorted(found.items(), key=lambda item: (item[0].startswith(ALL), item[0].endswith(OTHERS), item[0])))
 
 
+def _sizes(rates: Sequence[Rate]) -> list[str]:
+    """In the order of their slowdowns."""
+    return sorted({one.size for one in rates}, key=_slowdown)
+
+
 def table(rates: Sequence[Rate]) -> str:
     """Found of tried, by size: a line for each kind of cases, and for the gate and each rule over all of them."""
-    sizes = list(dict.fromkeys(one.size for one in rates))
+    sizes = _sizes(rates)
     lines = [f"{'found of tried, by size':50}" + "".join(f"{size:>12}" for size in sizes)]
     for name, line in _lines(rates).items():
         cells = [f"{line[size].hits}/{line[size].trials}" if size in line else "-" for size in sizes]
@@ -238,7 +249,7 @@ def plot(rates: Sequence[Rate], path: Path) -> None:
 
     figure = Figure(figsize=(9.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    sizes = list(dict.fromkeys(one.size for one in rates))
+    sizes = _sizes(rates)
     lines = {name: line for name, line in _lines(rates).items() if not name.endswith(OTHERS)}
     for number, (name, line) in enumerate(lines.items()):
         there = [line[size] for size in sizes if size in line]

@@ -7,6 +7,8 @@ change and for nothing else. `dev` draws others every time, and `nightly` many m
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 # Hypothesis' own default is another one where CI is set: nothing that matters is left to it.
@@ -16,3 +18,8 @@ settings.register_profile("ci", _COMMON, max_examples=12, derandomize=True, data
 settings.register_profile("dev", _COMMON, max_examples=12)
 settings.register_profile("nightly", _COMMON, max_examples=300)
 settings.load_profile("ci")
+
+
+def pytest_configure() -> None:
+    """Have processes that a pytest-xdist worker starts measure: in a worker pytest-benchmark does not."""
+    os.environ.pop("PYTEST_XDIST_WORKER", None)

@@ -70,7 +70,8 @@ def _copy(device: str) -> Callable[[], object]:
 def _short_kernels(device: str) -> Callable[[], object]:
     """What launches cost the GPU, which differs from process to process; a layer of short kernels consists of them.
 
-    Ten kernels in turn: the same one again and again shows half of it, 0.06 us where layers differed by 0.13.
+    Ten kernels in turn, as a layer has few alike. Of nine processes on an H200, five needed 0.1 us less for each than
+    the other four; in the layers and GEMMs of GPT-2 medium it was 1.24 times as much.
     """
     import torch
 

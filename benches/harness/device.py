@@ -183,6 +183,22 @@ def gpu_facts() -> dict[str, Any] | None:
     }
 
 
+def machine_info(device: str) -> dict[str, Any]:
+    """The GPU, versions, and variables that matter, for a results file.
+
+    TE comes before anything else that loads cuDNN: in an environment with two of them, both must use TE's.
+    """
+    if device == "cuda":
+        from shapes.backends.te import unsupported_reason
+
+        unsupported_reason("bf16")
+    return {
+        "gpu": gpu_facts() if device == "cuda" else None,
+        "versions": loaded_versions(),
+        "environment": relevant_environment(),
+    }
+
+
 def source_digest(root: Path = ROOT) -> str:
     """First 16 hex digits of a SHA-256 over the sources that measure: shapes/, benches/ and the root conftest.py.
 

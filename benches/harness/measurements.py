@@ -32,8 +32,8 @@ LAYER_SEGMENTS = {
 PAUSE_S = 0.5  # lets a GPU cool down, and its power limit forget
 MOST_PAUSES = 2
 
-# From process to process quantizations differ by twice as much as GEMMs do (H200: medians of 0.2 % and 0.1 %), and from
-# round to round by five times as much.
+# From process to process short quantizations differ by twice as much as GEMMs do (H200: medians of 0.2 % and 0.1 %),
+# and from round to round by five times as much.
 SLACK = {"quantization": 2.0}
 
 

@@ -109,15 +109,8 @@ def _suite_info(config: pytest.Config) -> dict[str, Any]:
 
 
 def _machine_info(config: pytest.Config) -> dict[str, Any]:
-    """The GPU and versions: read once, before anything can have gone wrong with the GPU."""
-    known = config.stash[RESULTS]
-    if "machine_info" not in known:
-        known["machine_info"] = {
-            "gpu": devices.gpu_facts() if config.stash[SELECTION].device == "cuda" else None,
-            "versions": devices.loaded_versions(),
-            "environment": devices.relevant_environment(),
-        }
-    return dict(known["machine_info"])
+    """The GPU and versions: nothing before the cases are collected, since pytest-benchmark asks at the very start."""
+    return dict(config.stash[RESULTS].get("machine_info") or {})
 
 
 def _results(config: pytest.Config) -> dict[str, Any]:
@@ -151,9 +144,17 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
     config.stash[RESULTS]["saved"] = True  # if writing fails, pytest_sessionfinish takes it back
 
 
-def pytest_benchmark_compare_machine_info(config: pytest.Config, compared_benchmark: dict[str, Any]) -> None:
-    """What pytest-benchmark compares with is also what the gate judges against."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_compare_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+) -> None:
+    """What pytest-benchmark compares with is also what the gate judges against, and says the differences of.
+
+    pytest-benchmark would print both machines in full, each flag of their CPUs: it finds them equal.
+    """
     config.stash[GATE].add(compared_benchmark, baseline_name(config))
+    machine_info.clear()
+    machine_info.update(compared_benchmark["machine_info"])
 
 
 def _begin_journal(config: pytest.Config) -> None:
@@ -260,10 +261,7 @@ def _measures(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before anything runs: end with one line where cases cannot use the device, load TE, begin the journal.
-
-    TE comes before anything else that loads cuDNN: in an environment with two of them, both must use TE's.
-    """
+    """Before anything runs: end with one line where cases cannot use the device, load TE, begin the journal."""
     config = session.config
     if not session.items or not _will_run(config):
         return
@@ -271,16 +269,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if missed := _plants_that_miss(session):
         raise pytest.UsageError(f"--plant {missed[0].text!r} matches no selected case")
     cases = list(dict.fromkeys(case.id for case in map(case_of, session.items) if case))
-    if cases:
-        end_in_order()
-        if reason := devices.unusable(device):
-            raise pytest.UsageError(reason)
-    if device == "cuda" and not devices.unusable(device):
-        from shapes.backends.te import unsupported_reason
-
-        unsupported_reason("bf16")
-        gc.freeze()  # hundreds of thousands of objects that live on; each new layer collects what the last one left
-    if cases and _measures(config):
+    if not cases:
+        return
+    end_in_order()
+    if reason := devices.unusable(device):
+        raise pytest.UsageError(reason)
+    config.stash[RESULTS]["machine_info"] = devices.machine_info(device)  # nothing can have gone wrong with it
+    gc.freeze()  # hundreds of thousands of objects that live on; each new layer collects what the last one left
+    if _measures(config):
         config.stash[RESULTS]["selected"] = cases
         _begin_journal(config)
         config.stash[GATE].check(now(config))

@@ -37,7 +37,8 @@ class Regime:
     `rest_s`, or `rest_ratio` times what the batch takes if that is longer. Without a rest, and with a host fast
     enough, there are no batches but one unbroken stream; a launch-bound program cannot run back to back, in training
     neither. Rounds of the first `settle_s` seconds are not counted; where there are gaps, of WAKING_S, and of none if
-    such a measurement has only just ended. With `cold_cache` each segment finds an empty L2.
+    such a measurement has only just ended and this one's rounds are short. With `cold_cache` each segment finds an
+    empty L2.
     """
 
     busy_s: float
@@ -51,6 +52,9 @@ class Regime:
 WAKING_S = 0.15
 # Between the measurements of two GEMMs lie some milliseconds: no longer than the rests within them.
 STAYS_AWAKE_S = 0.1
+# Warming up with longer rounds draws so much power that clocks dip for the next 30 to 80 ms: of an H200's GEMMs that
+# were taken to be awake, 13 of 90 from 2 ms on began 1.2 to 6 % slower, and 2 of 774 of 0.1 to 2 ms.
+HEAVY_ROUND_S = 0.0015
 
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
 # 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: its rounds then
@@ -76,7 +80,10 @@ class Limits:
 
 
 Span = tuple[Mark, Mark]  # where a segment starts and ends
-Slack = Mapping[tuple[str, ...], float]  # by how much less precisely than the others a figure need be known
+# By how much less precisely than the others a figure need be known, if it is below SLACK_S. To know the quantizations
+# of a Llama layer to 0.25 % would cost an H200 6 s more; those from 100 us on take 2 s of these.
+Slack = Mapping[tuple[str, ...], float]
+SLACK_S = 100e-6
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,8 @@ class Times:
         """The time of these segments together."""
         samples = [sum(parts) for parts in zip(*(self.device_s[name] for name in segments), strict=True)]
         host = [sum(parts) for parts in zip(*(self.host_s[name] for name in segments if self.host_s), strict=True)]
-        tolerance = self.limits.precision * self.slack.get(tuple(segments), 1.0)
+        slack = self.slack.get(tuple(segments), 1.0) if samples and median(samples) < SLACK_S else 1.0
+        tolerance = self.limits.precision * slack
         precise = is_precise(samples, tolerance, self.limits.confidence, ENOUGH_S)
         return Figure(samples, host, precise, self.gpu_state)
 
@@ -298,7 +306,8 @@ class Stopwatch:
             self.timeline.rest(rest_s)
             return self._batch(rounds, regime.cold_cache)
 
-        is_awake = bool(rest_s) and self.timeline.now() - self.timeline.awake_s < STAYS_AWAKE_S
+        awake_for_s = self.timeline.now() - self.timeline.awake_s
+        is_awake = bool(rest_s) and awake_for_s < STAYS_AWAKE_S and self.device_round_s < HEAVY_ROUND_S
         settle_s = 0.0 if is_awake else min(regime.settle_s, WAKING_S)
         if not rest_s and self.host_round_s < FAST_HOST * self.device_round_s:
             stream = self._stream()

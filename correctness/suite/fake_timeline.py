@@ -75,6 +75,7 @@ class FakeTimeline:
     flush_s: float = 0.0
     waking_s: float = 0.0  # work takes `waking` times as long before this time
     waking: float = 1.25
+    spin_s: float = 0.0  # what a spin takes beyond what it is asked for
 
     awake_s: float = -math.inf
     host_s: float = 0.0
@@ -108,7 +109,7 @@ class FakeTimeline:
         self._pending.clear()
 
     def spin(self, seconds: float) -> None:
-        self._enqueue(self.call_s, whole_ticks(seconds))
+        self._enqueue(self.call_s, whole_ticks(seconds) + self.spin_s)
         self.log.append("spin")
 
     def rest(self, seconds: float) -> None:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from benches.harness import device as devices
+from benches.harness.plugin import pytest_benchmark_update_machine_info
+from benches.harness.stash import RESULTS, new_results
 from correctness.suite.fake_nvml import UUID, FakeNvml, NVMLError
 
 BY_NVML = {
@@ -99,6 +101,26 @@ class TestGpu:
         """As on the CPU."""
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert devices.gpu_facts() is None
+
+
+def test_te_is_loaded_before_anything_else_that_loads_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an environment has two copies, TE could not be imported after the other, and its version would be wrong."""
+    from shapes.backends import te
+
+    asked: list[str] = []
+    monkeypatch.setattr(te, "unsupported_reason", lambda _: asked.append("TE"))
+    monkeypatch.setattr(devices, "gpu_facts", lambda: asked.append("GPU"))
+    monkeypatch.setattr(devices, "loaded_versions", lambda: asked.append("versions"))
+    devices.machine_info("cuda")
+    assert asked == ["TE", "GPU", "versions"]
+
+
+def test_pytest_benchmark_asks_for_the_machine_before_te_is_loaded() -> None:
+    """At its start, for --benchmark-compare: then there is nothing to say of the GPU and of versions yet."""
+    config = SimpleNamespace(stash={RESULTS: new_results()})
+    machine_info: dict[str, Any] = {}
+    pytest_benchmark_update_machine_info(cast(pytest.Config, config), machine_info)
+    assert machine_info == {"node": "", "release": ""}
 
 
 def numbered(number: int) -> Callable[[], int]:

@@ -22,6 +22,7 @@ from shapes.stages import STAGES
 ROOT = Path(__file__).parents[2]
 # Not for a run of seconds: a cache of its own, and Hypothesis' plugin, which imports all of it to sum up nothing.
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+H200 = ROOT / "benches/baselines/nvidia-h200-sm90/te-2.20.2.json"
 QUICK = ("--model=tiny", "--stage=torch_sdpa", "--recipe=bf16", "--benchmark-max-time=0.05")
 
 
@@ -87,12 +88,14 @@ class TestErrors:
 class TestStartingFast:
     """Nothing heavy is imported before there is something to run."""
 
-    @pytest.mark.parametrize("option", ["--collect-only", "--help"])
-    def test_torch_is_not_imported(self, option: str) -> None:
+    @pytest.mark.parametrize(
+        "options", [["--collect-only"], ["--help"], ["--collect-only", f"--benchmark-compare={H200}"]]
+    )
+    def test_torch_is_not_imported(self, options: list[str]) -> None:
         """Nor anything else that takes a second."""
         script = f"""
 import sys, pytest
-code = pytest.main(["benches", "-q", "-p", "no:cacheprovider", "--device=cpu", {option!r}])
+code = pytest.main(["benches", "-q", "-p", "no:cacheprovider", "--device=cpu", *{options!r}])
 print("imported:", sorted({{"torch", "transformer_engine", "matplotlib", "rich"}} & sys.modules.keys()))
 sys.exit(code)
 """

@@ -66,6 +66,13 @@ class TestOnADevice:
         expected = {"forward": 100 * TICK + 30e-6, "backward": 300 * TICK + 10e-6}
         assert medians(timeline, slow) == pytest.approx(expected, abs=2 * TICK)
 
+    def test_what_a_spin_costs_by_itself_is_a_part_of_it(self) -> None:
+        """A tenth is a tenth, although launching the kernel that spins takes 5 ticks more; 2 ticks cannot be had."""
+        timeline = FakeTimeline(spin_s=5 * TICK)
+        plants = [parse("backward=10%"), parse("forward=2%")]
+        slow = planted(self.program(timeline), plants, NAMES, timeline)
+        assert medians(timeline, slow) == pytest.approx({"forward": 105 * TICK, "backward": 330 * TICK}, abs=TICK)
+
     def test_what_does_not_match_stays_as_it_is(self) -> None:
         """The same program, not a copy of it."""
         timeline = FakeTimeline()

@@ -18,7 +18,7 @@ import torch
 
 from benches.harness import controls, kernels
 from benches.harness.controls import Absent, Controls
-from benches.harness.device import DEVICES
+from benches.harness.device import DEVICES, machine_info
 from benches.harness.gpu_state import GAUGES, REASONS, GpuWatch, throttled
 from benches.harness.measurements import GemmMeasurement, LayerMeasurement, SharedMeasurement
 from benches.harness.medians import median
@@ -277,6 +277,7 @@ def make_gpu_file(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     output: dict[str, Any] = {"benchmarks": results["benchmarks"], "machine_info": {"release": "6.1-of-somebody"}}
     gpu_of_torch(patch)
     nvml.refused = {"nvmlDeviceGetMigMode"}
+    results["machine_info"] = machine_info("cuda")
     pytest_benchmark_update_machine_info(config, output["machine_info"])
     pytest_benchmark_update_json(config, output)
     return output | {"datetime": "2026-11-30T12:00:00+00:00", "commit_info": {}, "version": ""}
