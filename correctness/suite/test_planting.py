@@ -81,11 +81,11 @@ class TestOnADevice:
 
 
 def test_host_time_is_the_host_s() -> None:
-    """On a CPU it is in the time of the case, 5 ms here of next to nothing."""
+    """On a CPU it is in the time of the case, 5 ms here of next to nothing, or more where the core is shared."""
     program = Program((Segment("forward", lambda: None),))
     slow = planted(program, [parse("forward=host+5000us")], NAMES, None)
-    times = CpuStopwatch(slow).time(REGIMES["sustained"], [("forward",)], Limits(max_time_s=0.05))
-    assert median(times.device_s["forward"]) == pytest.approx(0.005, rel=0.2)
+    times = CpuStopwatch(slow).time(REGIMES["sustained"], [("forward",)], Limits(max_time_s=0.3))
+    assert 0.005 <= min(times.device_s["forward"]) < 0.006
     assert MS < 0.005
 
 
