@@ -6,6 +6,7 @@ PyTorch and Transformer Engine. With `--no-venv` they use that interpreter itsel
 
 from __future__ import annotations
 
+import argparse
 import shutil
 
 import nox
@@ -76,11 +77,22 @@ def baseline(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV, default=False)
 def check(session: nox.Session) -> None:
-    """Three fresh processes judged together against the stored baseline; `-- --strict` for the strict gate."""
+    """Three fresh processes judged together against the stored baseline; `-- --strict` for the strict gate.
+
+    --baseline, --json, --noise and --strict are the gate's, all else is pytest's.
+    """
     _set_up(session, *MEASURING, *REPORTING, *JUDGING)
-    strict = [option for option in session.posargs if option == "--strict"]
-    files = _fresh_runs(session, 3, [option for option in session.posargs if option not in strict])
-    session.run("python", "-m", "benches.gate", *files, *strict)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--baseline", "--json", "--noise"):
+        parser.add_argument(name)
+    parser.add_argument("--strict", action="store_true")
+    gate, options = parser.parse_known_args(session.posargs)
+    asked = [f"--{name}={value}" for name, value in vars(gate).items() if value and name != "strict"]
+    # Is there a baseline, and are there such cases? Better said now than after minutes of measuring.
+    compare = f"--benchmark-compare={gate.baseline}" if gate.baseline else "--benchmark-compare"
+    session.run("python", "-m", "pytest", "benches", "-q", "--collect-only", compare, *options, silent=True)
+    files = _fresh_runs(session, 3, options)
+    session.run("python", "-m", "benches.gate", *files, *asked, *(["--strict"] if gate.strict else []))
 
 
 @nox.session(venv_params=VENV, default=False)

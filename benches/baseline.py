@@ -2,10 +2,10 @@
 
     python -m benches.baseline RUN.json [RUN2.json ...] [--add] [--replace] [-o FILE]
 
-Without --replace nothing is written: the new baseline is judged against the stored one, and what differs is shown. With
---add the runs are added to the stored one, as those of another day or of another board of the same model are. FILE is
-by default the machine's: under benches/baselines/<gpu>/ for a GPU, under .benchmarks/ for a CPU. Imports neither torch
-nor pytest.
+The runs are judged against the stored baseline, and what differs is shown; where there is one, be it of another version
+of TE, nothing is written without --replace. With --add the runs are added to it, as those of another day or of another
+board of the same model are. FILE is by default the machine's and TE's: benches/baselines/<gpu>/te-<version>.json, or a
+file under .benchmarks/ for a CPU. Imports neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.judging.baselines import default_file, pool, read, read_json
+from benches.judging.baselines import default_file, pool, read, read_json, stored
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
 from shapes.printing import print_text
@@ -47,30 +47,31 @@ def _pool(paths: Sequence[Path], output: Path | None, add: bool, replace: bool) 
     for path, run in zip(paths, runs, strict=True):
         read(run, str(path))  # names the file that is none
     file = output or default_file(runs[0])
-    stored = read_json(file) if file.exists() else None
-    if add and stored is None:
+    if add and not file.exists():
         raise ValueError(f"--add: there is no baseline {file}")
-    pooled = pool(runs, stored if add else None)
-    lines = [] if stored is None else [_compared(stored, pooled, file)]
+    known = file if output or file.exists() else stored(runs[0]["machine_info"])
+    old = read_json(known) if known and known.exists() else None
+    pooled = pool(runs, old if add else None)
+    lines = [] if old is None else [_compared(old, pool(runs), str(known))]
     count = len(pooled["suite"]["runs"])
     if count < ENOUGH_RUNS:
         lines.append(f"{count} runs: {ENOUGH_RUNS} or more say how much a case differs from run to run")
-    if replace or stored is None:
+    if replace or old is None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {count} runs")
     else:
-        lines.append(f"{file} is as it was; --replace writes the new one")
+        lines.append(f"{file} {'is as it was' if file.exists() else 'is not there'}; --replace writes the new one")
     return lines
 
 
-def _compared(stored: Any, pooled: Any, file: Path) -> str:
-    """The gate's report of the new baseline against the stored one, or why there is none."""
+def _compared(old: Any, new: Any, name: str) -> str:
+    """The gate's report of the new runs against a stored baseline, or why there is none."""
     from benches.judging.judge import judge
     from benches.report.verdicts import render
 
     try:
-        return render(judge(read(stored, str(file)), read(pooled, "the new baseline")))
+        return render(judge(read(old, name), read(new, "the new runs")))
     except ValueError as error:
         return f"not comparable with the stored one: {error}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import deepcopy
@@ -20,7 +19,7 @@ from benches.harness.journal import Journal, suite_info
 from benches.harness.medians import median
 from benches.harness.planting import Plant
 from benches.harness.replay import REPLAY
-from benches.harness.safety import end_in_order, undisturbed
+from benches.harness.safety import end_in_order, measures, undisturbed
 from benches.harness.stash import GATE, JOURNAL, PLANTS, RESULTS, SELECTION, spending, until_now
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
@@ -157,6 +156,12 @@ def pytest_benchmark_compare_machine_info(
     machine_info.update(compared_benchmark["machine_info"])
 
 
+@pytest.hookimpl(trylast=True)  # after pytest-benchmark's, which loads what is compared with
+def pytest_configure(config: pytest.Config) -> None:
+    """Where there is nothing to compare with, pytest-benchmark would only warn, and the run pass."""
+    config.stash[GATE].check_found(config.getoption("benchmark_compare"))
+
+
 def _begin_journal(config: pytest.Config) -> None:
     """Have what is measured from now on outlive the process."""
     hook = config.hook
@@ -252,13 +257,6 @@ def _will_run(config: pytest.Config) -> bool:
     return not any(config.getoption(name, False) for name in listing)
 
 
-def _measures(config: pytest.Config) -> bool:
-    """Whether cases are to have times: pytest-benchmark measures nothing where it is disabled or xdist is at work."""
-    option = config.getoption
-    disabled = option("benchmark_disable") and not option("benchmark_enable")
-    return not (disabled or option("dist", "no") != "no" or "PYTEST_XDIST_WORKER" in os.environ)
-
-
 @pytest.hookimpl(tryfirst=True)  # the report of the collection, below, loads cuDNN
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before anything runs: end with one line where cases cannot use the device, load TE, begin the journal."""
@@ -266,8 +264,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.items or not _will_run(config):
         return
     device = config.stash[SELECTION].device
-    if missed := _plants_that_miss(session):
-        raise pytest.UsageError(f"--plant {missed[0].text!r} matches no selected case")
     cases = list(dict.fromkeys(case.id for case in map(case_of, session.items) if case))
     if not cases:
         return
@@ -275,16 +271,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if reason := devices.unusable(device):
         raise pytest.UsageError(reason)
     config.stash[RESULTS]["machine_info"] = devices.machine_info(device)  # nothing can have gone wrong with it
+    if missed := _plants_that_miss(session):
+        raise pytest.UsageError(f"--plant {missed[0].text!r} matches no selected case that can run here")
     gc.freeze()  # hundreds of thousands of objects that live on; each new layer collects what the last one left
-    if _measures(config):
+    if measures(config):
         config.stash[RESULTS]["selected"] = cases
         _begin_journal(config)
         config.stash[GATE].check(now(config))
 
 
 def _plants_that_miss(session: pytest.Session) -> list[Plant]:
-    ids = [case.id for item in session.items if (case := case_of(item))]
-    return [plant for plant in session.config.stash[PLANTS] if not any(map(plant.pattern.search, ids))]
+    plants, selection = session.config.stash[PLANTS], session.config.stash[SELECTION]
+    found = [
+        case.id
+        for case in (map(case_of, session.items) if plants else ())
+        if case
+        and not support(case.recipe, selection.groups[case.model], selection.device, getattr(case, "stage", None))
+    ]
+    return [plant for plant in plants if not any(map(plant.pattern.search, found))]
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:

@@ -31,11 +31,28 @@ def check_options(config: pytest.Config) -> None:
     path = config.getoption("benchmark_json")  # before pytest-benchmark 5.3 an open file: then it can be written
     if isinstance(path, Path) and (reason := not_writable(path)):
         raise pytest.UsageError(f"--benchmark-json={path}: {reason}")
+    _check_gate(config)
     journal = config.getoption("journal")
     if journal and (reason := not_writable(journal) or _holds_something(journal)):
         raise pytest.UsageError(f"--journal={journal}: {reason}")
     if journal and isinstance(path, Path) and journal.absolute() == path.absolute():
         raise pytest.UsageError(f"--journal={journal}: --benchmark-json writes to the same file")
+
+
+def measures(config: pytest.Config) -> bool:
+    """Whether cases are to have times: pytest-benchmark measures nothing where it is disabled or xdist is at work."""
+    option = config.getoption
+    disabled = option("benchmark_disable") and not option("benchmark_enable")
+    return not (disabled or option("dist", "no") != "no" or "PYTEST_XDIST_WORKER" in os.environ)
+
+
+def _check_gate(config: pytest.Config) -> None:
+    """A gate that judges nothing must not look as if everything passed it."""
+    compare = config.getoption("benchmark_compare")
+    if compare and not measures(config):
+        raise pytest.UsageError("--benchmark-compare: nothing is measured with --benchmark-disable or xdist's -n")
+    if config.getoption("gate_strict") and not compare:
+        raise pytest.UsageError("--gate-strict: needs --benchmark-compare, which says what to judge against")
 
 
 def not_writable(path: Path) -> str | None:

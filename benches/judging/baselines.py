@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
 from typing import Any, NoReturn
 
+from packaging.version import InvalidVersion, Version  # pytest has it too
+
 from benches.harness.medians import median_interval
 from benches.report.analysis import MALFORMED, SCHEMA, launches_of
 from shapes.cases import GemmCase, LayerCase
@@ -49,6 +51,11 @@ class Run:
     versions: Mapping[str, str]
     sources: str | None
     controls: Mapping[str, float]
+
+    @property
+    def when(self) -> tuple[str, str | None]:
+        """What tells it from other runs."""
+        return self.datetime, self.uuid
 
 
 @dataclass(frozen=True)
@@ -129,12 +136,19 @@ def default_file(raw: Mapping[str, Any]) -> Path:
 
 
 def stored(machine_info: Mapping[str, Any], root: Path = Path()) -> Path | None:
-    """A machine's stored baseline; of several that of the newest version, by name. None without one."""
+    """A machine's stored baseline; of several that of TE's newest release, by name. None without one.
 
-    def version(path: Path) -> list[int]:
-        return [int(part) for part in re.findall(r"\d+", path.stem)]
+    Builds of a commit and pre-releases count where there is no release: somebody's own build moves nobody's default.
+    """
 
-    return max((root / folder(machine_info)).glob("*.json"), key=version, default=None)
+    def age(path: Path) -> tuple[bool, Version]:
+        try:
+            version = Version(path.stem.removeprefix("te-"))
+        except InvalidVersion:
+            return False, Version("0")
+        return not (version.is_prerelease or version.local), version
+
+    return max((root / folder(machine_info)).glob("*.json"), key=age, default=None)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -284,7 +298,7 @@ def together(files: Sequence[Results]) -> Results:
     for file in files:
         if file.machine != files[0].machine:
             raise ValueError(f"{file.name}: of {file.machine}, and {files[0].name} of {files[0].machine}")
-    when = [(run.datetime, run.uuid) for file in files for run in file.runs]
+    when = [run.when for file in files for run in file.runs]
     if twice := next((one for one in when if when.count(one) > 1), None):
         raise ValueError(f"the run of {twice[0]} is there twice: nothing can be learned from it again")
     by_age = sorted(files, key=lambda file: max(run.datetime for run in file.runs))
@@ -333,7 +347,9 @@ def pool(runs: Sequence[Mapping[str, Any]], onto: Mapping[str, Any] | None = Non
         models |= file.raw["suite"]["models"]
     suite |= {
         "models": models,
-        "not_measured": [one for one in suite.get("not_measured") or () if one["case"] not in whole.timed],
+        "not_measured": [
+            {"case": case, "outcome": outcome, "reason": reason} for case, (outcome, reason) in whole.lost.items()
+        ],
         # The newest cases come first, and theirs is the evidence that several cases share.
         "evidence": {
             found.extra["evidence"]: found.evidence for found in reversed(list(whole.timed.values())) if found.evidence

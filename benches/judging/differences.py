@@ -43,13 +43,14 @@ class Kernel:
 class Kernels:
     """Which kernels are others: pairs of what did the same work before and does now, and what has no counterpart.
 
-    `grew` ran before and now, and take longer in all; the largest first.
+    `seen` says whether both sides' are known. `grew` ran before and now, and take longer in all; the largest first.
     """
 
     replaced: tuple[tuple[Kernel, Kernel], ...] = ()
     added: tuple[Kernel, ...] = ()
     removed: tuple[Kernel, ...] = ()
     grew: tuple[tuple[Kernel, Kernel], ...] = ()
+    seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def kernel_changes(before: Timed, now: Timed, least_s: float = 0.0) -> Kernels:
     """Which kernels were replaced, by others of their category, added or removed; which grew, by `least_s` at least."""
     was, found = parts_of(before).kernels, parts_of(now).kernels
     if was is None or found is None:
-        return Kernels()
+        return Kernels(seen=False)
     gone = _longest(kernel for name, kernel in was.items() if name not in found)
     new = _longest(kernel for name, kernel in found.items() if name not in was)
     pairs = []
@@ -186,7 +187,7 @@ def _machine_facts(results: Results) -> dict[str, str]:
 
 
 def state_changes(before: Timed, now: Timed) -> tuple[Change, ...]:
-    """The GPU while the case was measured: its median SM clock, and why it was throttled, where these differ."""
+    """The GPU while the case was measured: its median SM clock, and where it differs, why it was throttled."""
     read: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "SM clock": lambda state: _mhz((state.get("sm_clock_mhz") or {}).get("median")),
         "throttled": lambda state: state.get("throttled") or "no",

@@ -69,6 +69,15 @@ class Gatekeeper:
         except ValueError as error:
             raise pytest.UsageError(f"--benchmark-compare: {error}") from None
 
+    def check_found(self, asked: str | bool | None) -> None:
+        """Raise pytest.UsageError where what --benchmark-compare asked for, by name or not, is not there."""
+        if not asked or self.judges:
+            return
+        if asked is True:
+            nothing = "no baseline of this machine is stored, and no run is saved"
+            raise pytest.UsageError(f"--benchmark-compare: {nothing}: name a file, or `nox -s baseline` makes one")
+        raise pytest.UsageError(f"--benchmark-compare={asked}: there is no such file, and no saved run of that name")
+
     def check(self, results: Mapping[str, Any]) -> None:
         """Before anything is measured: raise pytest.UsageError where the baseline is of another machine."""
         now = read(_dated(results), "this run")

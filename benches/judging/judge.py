@@ -165,6 +165,10 @@ def judge(before: Results, now: Results, others: Scatter | None = None) -> Outco
         raise ValueError(f"{before.name}: no case has a time")
     if now.selected is None and now.not_run:
         raise ValueError(f"{now.name}: {now.not_run} selected cases were not run, and it does not say which")
+    if both := {run.when for run in before.runs} & {run.when for run in now.runs}:
+        raise ValueError(
+            f"{now.name}: the run of {min(both)[0]} is one of {before.name}, and cannot be judged by itself"
+        )
     cases = [case for case in now.timed if case in before.timed]
     times, hosts = _times(before, now, cases, others), _host_times(before, now, cases)
     absent = {case: _why_absent(case, now) for case in before.timed if case not in now.timed}
@@ -182,7 +186,9 @@ def judge(before: Results, now: Results, others: Scatter | None = None) -> Outco
         controls=_control_ratios(before, now),
         differing=machine_changes(before, now),
         left_out=dict(left_out),
-        lost={case: why for case, why in now.lost.items() if case not in before.timed},
+        lost={
+            case: why for case, why in now.lost.items() if case not in before.timed and not _known(case, before, now)
+        },
         planted=now.planted,
         notes=tuple(_notes(before, now, list(times.values()))),
     )
@@ -413,7 +419,12 @@ def _why_absent(case: str, now: Results) -> str:
         if axis == "model" or value in KNOWN.get(axis, ()) or (axis == "linear" and _given(case, now)):
             return ""
         unknown.append(f"{axis} {value!r}")
-    return f"renamed or removed: {', '.join(unknown) or 'no such case'} is selectable no more"
+    return f"renamed or removed: {', '.join(unknown) or 'no case of this name'} can be selected any more"
+
+
+def _known(case: str, before: Results, now: Results) -> bool:
+    """Whether a case was skipped in the baseline too: this machine cannot run it."""
+    return all(one.lost.get(case, ("",))[0] == "skipped" for one in (before, now))
 
 
 def _given(case: str, now: Results) -> bool:

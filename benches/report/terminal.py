@@ -161,6 +161,7 @@ def _heading(analysis: Analysis, page: Page) -> str:
         summary += f". {analysis.runs} runs, boards: {analysis.boards}"
     spent = dict(analysis.spent_s)
     if whole := spent.pop("all", None):
+        spent["other"] = whole - sum(spent.values())
         summary += f". {whole:.0f} s: " + ", ".join(f"{seconds:.0f} {what}" for what, seconds in spent.items())
     return f"{page.wrap(device_line(analysis))}\n{page.wrap(summary)}"
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # it imports numpy, and this only prints
 
 FEW = 10  # cases that are listed; kernels: a third
 TIME_DIGITS = 4
+HOPELESS = 0.5  # of a slowdown that most cases could have, and it would not be found
 MANY = 10.0  # times: beyond them a figure says no more than that nothing is known
 SCALE = {"us": 1e6, "ms": 1e3}
 
@@ -45,7 +46,7 @@ def render(outcome: Outcome, strict: bool = False) -> str:
     blocks += [_listed("CHANGED", by_verdict, _changed, everything=strict)]
     if strict:
         blocks += [_listed("UNRESOLVED", by_verdict, _time_line, everything=True)]
-        blocks += ["\n".join(f"NO TIME     {case}\n  {': '.join(why)}" for case, why in outcome.lost.items())]
+        blocks += ["\n".join(_lost(outcome))]
     blocks += [_listed("NEW", by_verdict, lambda one: "")]
     blocks += [_listed("FASTER", by_verdict, _time_line)]
     blocks += ["\n".join(_totals(outcome))]
@@ -76,6 +77,16 @@ def _listed(
     if len(findings) > len(shown):
         lines.append(f"{verdict:11} {len(findings) - len(shown)} more")
     return "\n".join(lines)
+
+
+def _lost(outcome: Outcome) -> Iterator[str]:
+    """Cases that neither side has a time of, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for case, why in outcome.lost.items():
+        by_reason.setdefault(": ".join(why), []).append(case)
+    for reason, cases in by_reason.items():
+        yield f"NO TIME     {cases[0]}" + (f" and {len(cases) - 1} more" if len(cases) > 1 else "")
+        yield f"  {reason}"
 
 
 def _time_line(finding: Finding) -> str:
@@ -132,8 +143,10 @@ def _kernels(kernels: Kernels) -> Iterator[str]:
     for before, now in kernels.grew[:few]:
         yield f"grew: {before.name} {before.count} x -> {now.count} x, {_in_all(before)} -> {_in_all(now)}"
     parts = (kernels.replaced, kernels.added, kernels.removed, kernels.grew)
-    if not any(parts):
-        yield "kernels: the same, and none took longer when they were profiled, or they were not seen"
+    if not kernels.seen:
+        yield "kernels: not seen"
+    elif not any(parts):
+        yield "kernels: the same, and none took longer when they were profiled"
     elif more := sum(max(len(part) - few, 0) for part in parts):
         yield f"kernels: {more} more differ"
 
@@ -153,10 +166,11 @@ def _totals(outcome: Outcome) -> Iterator[str]:
         left = ", ".join(f"{count} of {model}" for model, count in outcome.left_out.items())
         yield f"not selected, so not judged: {left}"
     if absent := [finding for finding in outcome.findings if finding.absent_runs and finding.time]:
-        yield f"{len(absent)} cases without a time in some of the runs: {absent[0].case}" + (
-            ", ..." if len(absent) > 1 else ""
-        )
+        more = ", ..." if len(absent) > 1 else ""
+        yield f"not in all {outcome.runs_now} runs: {len(absent)} cases, {absent[0].case}{more}"
     if found := [finding.time.detectable for finding in outcome.judged if finding.time]:
         half, everything = percent(median(found)), percent(max(found))
-        yield f"smallest slowdown found 95 times in 100: {half} for half of the cases, {everything} for all"
+        if median(found) > HOPELESS:
+            yield "too noisy to be judged: most cases could become half as slow again, and nobody would know"
+        yield f"a slowdown that is found 95 times in 100: {half} in half of the cases, {everything} in all of them"
     yield ", ".join(f"{count} {verdict}" for verdict, count in outcome.counts.items() if count)

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from benches import baseline
 from benches.judging.baselines import axes_of, folder, load, pool, read, together
 from benches.report.analysis import SCHEMA
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, results, runs
 
 ROOT = Path(__file__).parents[2]
 FIRST, SECOND, THIRD = CASES[:3]
+STORED = "benches/baselines/nvidia-h200-sm90/te-2.20.2.json"
 
 
 def case_of(baseline: Any, case: str) -> Any:
@@ -108,6 +110,12 @@ class TestPooling:
         baseline = pool([results({FIRST: 1e-3}), results({SECOND: 1e-3}, not_measured=lost)])
         assert [one["case"] for one in baseline["suite"]["not_measured"]] == [THIRD]
 
+    def test_what_any_run_could_not_do_is_known(self) -> None:
+        """Also what only an older one asked for."""
+        lost = [{"case": case, "outcome": "skipped", "reason": "needs a newer GPU"} for case in (SECOND, THIRD)]
+        pooled = pool([results({FIRST: 1e-3}, not_measured=lost), results({FIRST: 1e-3, SECOND: 1e-3})])
+        assert pooled["suite"]["not_measured"] == lost[1:]
+
     def test_the_runs_are_left_as_they_are(self) -> None:
         """Pooling changes none of its arguments."""
         files = runs(2)
@@ -127,6 +135,75 @@ class TestPooling:
         assert done.returncode == 0, done.stderr
         rows = [line.split() for line in done.stdout.splitlines() if line.startswith(FIRST)]
         assert sorted(row[-1] for row in rows) == ["2", "5"]
+
+
+class TestCommand:
+    """`python -m benches.baseline`: what it writes, and when."""
+
+    @pytest.fixture(autouse=True)
+    def root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Where the baselines lie."""
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    @staticmethod
+    def called(*options: str, files: list[Any]) -> int:
+        """The exit code with these runs."""
+        names = [f"run{number}.json" for number in range(len(files))]
+        for name, file in zip(names, files, strict=True):
+            Path(name).write_text(json.dumps(file))
+        return baseline.main([*names, *options])
+
+    def test_the_first_one_is_written(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """In the GPU's folder, under TE's version."""
+        assert self.called(files=runs(5)) == 0
+        assert len(load(Path(STORED)).runs) == 5
+        assert capsys.readouterr().out.splitlines() == [f"{STORED}: 12 cases of 5 runs"]
+
+    def test_what_is_there_is_replaced_when_told_to(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Without being told it is compared, and left."""
+        self.called(files=runs(5))
+        old = Path(STORED).read_text()
+        slow = runs(3, dict.fromkeys(TIMES, 2e-3))
+        capsys.readouterr()
+        assert self.called(files=slow) == 0
+        out = capsys.readouterr().out
+        assert Path(STORED).read_text() == old
+        assert "12 SLOWER" in out
+        assert out.splitlines()[-2:] == [
+            "3 runs: 5 or more say how much a case differs from run to run",
+            f"{STORED} is as it was; --replace writes the new one",
+        ]
+        assert self.called("--replace", files=slow) == 0
+        assert len(load(Path(STORED)).runs) == 3
+
+    def test_runs_that_are_added_are_compared_with_those_before_them(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Not with themselves."""
+        self.called(files=runs(5))
+        more = runs(2, seed=7)
+        capsys.readouterr()
+        assert self.called("--add", "--replace", files=more) == 0
+        assert "2 runs against" in capsys.readouterr().out
+        assert len(load(Path(STORED)).runs) == 7
+        assert self.called("--add", "--replace", files=more) == 4
+        assert "is there twice" in capsys.readouterr().err
+
+    def test_a_new_version_of_te_is_compared_with_the_old_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A regression must not become the baseline unseen."""
+        self.called(files=runs(5))
+        newer = runs(5, dict.fromkeys(TIMES, 2e-3))
+        for file in newer:
+            file["machine_info"]["versions"]["transformer_engine"] = "2.21.0"
+        capsys.readouterr()
+        assert self.called(files=newer) == 0
+        out, other = capsys.readouterr().out, STORED.replace("2.20.2", "2.21.0")
+        assert "12 SLOWER" in out
+        assert out.splitlines()[-1] == f"{other} is not there; --replace writes the new one"
+        assert not Path(other).exists()
+        assert self.called("--add", files=newer) == 4
+        assert f"--add: there is no baseline {other}" in capsys.readouterr().err
+        assert self.called("--replace", files=newer) == 0
+        assert Path(other).exists()
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {

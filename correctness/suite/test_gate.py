@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benches.gate import main
-from benches.judging.baselines import default_file, pool, read
+from benches.judging.baselines import default_file, pool, read, together
 from benches.judging.judge import VERDICTS, judge
 from benches.report.analysis import SCHEMA
 from benches.report.verdicts import FEW, render
@@ -71,7 +71,7 @@ class TestOutput:
         assert lines[0].startswith("1 run against ")
         assert lines[0].endswith(", 5 runs")
         assert lines[-3].startswith("controls: gemm +0.00 %")
-        assert lines[-2].startswith("smallest slowdown found 95 times in 100: 1.")
+        assert lines[-2].startswith("a slowdown that is found 95 times in 100: 1.")
         assert lines[-1] == "12 SAME"
 
     def test_several_runs_are_judged_together(self, tmp_path: Path, capsys: Printed) -> None:
@@ -127,11 +127,11 @@ class TestOutput:
         assert "UNRESOLVED  " not in capsys.readouterr().out
         assert against(tmp_path, runs(1, noise=0.02, seed=3)[0], noise, "--strict") == 1
         assert "UNRESOLVED  " in capsys.readouterr().out
-        lost = [{"case": CASES[20], "outcome": "skipped", "reason": "needs a newer GPU"}]
+        lost = [{"case": case, "outcome": "skipped", "reason": "needs a newer GPU"} for case in CASES[20:22]]
         skipped = runs(1, seed=3, not_measured=lost)[0]
         assert against(tmp_path, skipped, pool(runs(5))) == 0
         assert against(tmp_path, skipped, pool(runs(5)), "--strict") == 1
-        assert "skipped: needs a newer GPU" in capsys.readouterr().out
+        assert f"NO TIME     {CASES[20]} and 1 more\n  skipped: needs a newer GPU\n" in capsys.readouterr().out
 
     def test_a_noise_file_is_read(self, tmp_path: Path, capsys: Printed) -> None:
         """Where the baseline is one run, it says how much runs differ."""
@@ -168,6 +168,25 @@ class TestOutput:
         assert f"FASTER      {len(TIMES) - FEW} more" in render(fast)
         slow = judge(baseline, read(results(dict.fromkeys(TIMES, 0.002)), "n"))
         assert render(slow).count("SLOWER      ") == len(TIMES)
+
+    def test_a_run_that_is_too_noisy_to_be_judged_says_so(self) -> None:
+        """It passes, but nobody should think that this means something."""
+        for noise, words in ((0.001, False), (0.3, True)):
+            outcome = judge(read(pool(runs(5, noise=noise)), "b"), read(runs(1, seed=3, noise=noise)[0], "n"))
+            assert ("too noisy to be judged" in render(outcome)) == words
+
+    def test_cases_that_only_some_runs_have_are_counted(self) -> None:
+        """Of three runs, one lacks two."""
+        files = [results(TIMES), results(TIMES), results({case: TIMES[case] for case in list(TIMES)[2:]})]
+        outcome = judge(read(pool(runs(5)), "b"), together([read(file, "n") for file in files]))
+        assert f"not in all 3 runs: 2 cases, {FIRST}, ..." in render(outcome)
+
+    def test_kernels_that_could_not_be_seen_are_not_called_the_same(self) -> None:
+        """Both are said of a slower case."""
+        slow = runs(1, dict.fromkeys(TIMES, 0.002))[0]
+        assert "kernels: the same" in render(judge(read(pool(runs(5)), "b"), read(slow, "n")))
+        slow["suite"]["evidence"] = {}
+        assert "kernels: not seen" in render(judge(read(pool(runs(5)), "b"), read(slow, "n")))
 
     def test_cases_that_were_not_asked_for_are_counted(self) -> None:
         """So that nobody takes them for judged."""

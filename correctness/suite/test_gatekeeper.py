@@ -122,10 +122,10 @@ class TestBaseline:
     """Which file a run is judged against."""
 
     def test_the_newest_version_of_the_gpu_s_folder_is_taken(self, tmp_path: Path) -> None:
-        """2.10 is newer than 2.9."""
+        """2.10 is newer than 2.9; a build of a commit, a pre-release and another name are no release."""
         folder = tmp_path / "benches" / "baselines" / "nvidia-h200-sm90"
         folder.mkdir(parents=True)
-        for version in ("2.9.0", "2.10.0", "2.3.1"):
+        for version in ("2.9.0", "2.10.0", "2.3.1", "2.10.0+g1a2b", "2.11.0rc1", "2.12.0.dev0", "99-mine"):
             (folder / f"te-{version}.json").touch()
         assert stored({"gpu": GPU}, tmp_path) == folder / "te-2.10.0.json"
         assert stored({"gpu": GPU | {"name": "NVIDIA B200", "compute_capability": "10.0"}}, tmp_path) is None

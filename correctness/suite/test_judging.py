@@ -465,7 +465,10 @@ class TestCasesThatAreNotThere:
     def test_a_case_that_exists_no_more_is_missing(self) -> None:
         """Though each of its values does, in other cases."""
         found = of(gate(lacking()), FIRST)
-        assert (found.verdict, found.reason) == ("MISSING", "renamed or removed: no such case is selectable no more")
+        assert (found.verdict, found.reason) == (
+            "MISSING",
+            "renamed or removed: no case of this name can be selected any more",
+        )
 
     def test_a_new_case_is_new(self) -> None:
         """And fails nothing."""
@@ -479,6 +482,13 @@ class TestCasesThatAreNotThere:
         outcome = gate(slowed(1.0, not_measured=lost))
         assert outcome.lost == {NEW: ("skipped", "needs a newer GPU")}
         assert (outcome.exit_code(), outcome.exit_code(strict=True)) == (0, 1)
+
+    def test_a_case_that_this_machine_has_never_run_fails_nobody(self) -> None:
+        """Skipped in the baseline as well; one that failed there is lost."""
+        lost = [{"case": NEW, "outcome": "skipped", "reason": "needs a newer GPU"}]
+        for outcome, code in (("skipped", 0), ("failed", 1)):
+            found = gate(slowed(1.0, not_measured=lost), pool(runs(5, not_measured=[lost[0] | {"outcome": outcome}])))
+            assert (bool(found.lost), found.exit_code(strict=True)) == (bool(code), code)
 
     def test_a_case_that_some_runs_lack_is_judged_by_the_others(self) -> None:
         """Which strictly fails."""
@@ -626,6 +636,12 @@ class TestRefusals:
         spoil(file)
         with pytest.raises(ValueError, match=words):
             gate(file)
+
+    def test_a_run_of_the_baseline_is_no_judge_of_it(self) -> None:
+        """It would be the same as itself."""
+        files = runs(5)
+        with pytest.raises(ValueError, match="is one of baseline, and cannot be judged by itself"):
+            gate(files[2], pool(files))
 
     def test_a_run_with_nothing_in_common_is_refused(self) -> None:
         """Nothing would have been judged, and it would have passed."""

@@ -64,6 +64,9 @@ class TestErrors:
             pytest.param(["--hidden-size=100"], ["hidden_size=100", "num_attention_heads=8"], id="hyperparameter"),
             pytest.param(["--recipe=mxfp8", "--no-fp8"], ["mxfp8"], id="no recipe left"),
             pytest.param(["--shapes=8x16x32", "--sequence-length=64"], ["sequence_length", "shapes"], id="no model"),
+            pytest.param(["--gate-strict"], ["--benchmark-compare"], id="strict about nothing"),
+            pytest.param(["--benchmark-compare", "--benchmark-disable"], ["--benchmark-disable"], id="disabled gate"),
+            pytest.param(["--benchmark-compare", "-n2"], ["-n"], id="gate in parallel"),
         ],
     )
     def test_one_line_says_what_would_be_right(self, options: list[str], words: list[str]) -> None:
@@ -74,6 +77,24 @@ class TestErrors:
         (line,) = done.stderr.strip().splitlines()
         assert line.startswith("ERROR: ")
         assert [word for word in words if word not in line] == []
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--benchmark-compare=nowhere.json"], "--benchmark-compare=nowhere.json: there is no such file"),
+            (["--benchmark-compare", "--benchmark-storage={folder}"], "no baseline of this machine is stored"),
+        ],
+    )
+    def test_a_baseline_that_is_not_there_ends_the_run_before_it_measures(
+        self, options: list[str], words: str, tmp_path: Path
+    ) -> None:
+        """pytest-benchmark warns, and would let everything pass."""
+        if "{folder}" in options[-1] and list((ROOT / ".benchmarks").glob("cpu-*/*.json")):
+            pytest.skip("this checkout has a baseline of a CPU, maybe this one")
+        done = suite(*QUICK, *(option.format(folder=tmp_path) for option in options))
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert done.stdout == ""
+        assert words in done.stderr.splitlines()[-2]
 
     def test_a_gpu_that_is_not_there_is_one_line_and_not_a_failure_per_case(self) -> None:
         """--device=cuda where the driver offers no GPU; what would run can still be listed."""

@@ -106,3 +106,7 @@ def test_a_run_with_a_plant_says_so(tmp_path: Path) -> None:
     missed = subprocess.run([*command, "--plant=no_such_case=3%"], cwd=ROOT, text=True, capture_output=True)
     assert missed.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--plant 'no_such_case=3%' matches no selected case" in missed.stderr + missed.stdout
+    unrun = subprocess.run(
+        [*command, "--stage=te_layer", "--plant=te_layer=3%"], cwd=ROOT, text=True, capture_output=True
+    )
+    assert unrun.returncode == pytest.ExitCode.USAGE_ERROR, "a CPU runs no te_layer"
