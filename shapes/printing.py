@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 
 
 def print_text(text: str) -> int:
     """Print; the exit code is 0, also for a reader that closes the pipe early, as `head` does, and 1 if it failed."""
     try:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal, and somebody's model has an accent
         print(text, flush=True)
     except BrokenPipeError:
         code = 0

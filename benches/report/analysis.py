@@ -24,6 +24,7 @@ MALFORMED = (AttributeError, TypeError, LookupError, ArithmeticError, RecursionE
 REFERENCE_RECIPE = "bf16"
 EAGER = "eager"
 REFERENCE_STAGES = ("torch", "torch_sdpa")
+SAME_STAGE = "same_stage"  # as what a recipe's speedup is over: what quantization alone brings
 # Training runs back to back, so that regime is preferred. A table is of one regime only.
 PREFERRED_LAYER_REGIMES = ("sustained", "rested")
 PREFERRED_GEMM_REGIMES = ("in_layer", "rested")
@@ -82,9 +83,10 @@ class Measurement(Generic[Case]):
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One stage in one recipe: seconds per pass, speedups of forward_backward over the bf16 reference stages.
+    """One stage in one recipe: seconds per pass, speedups of forward_backward over bf16 stages.
 
-    `host_s` is what launching forward_backward takes the host, `proof` what it ran, `errors` are by pass.
+    These are the reference stages and, for quantized recipes, SAME_STAGE. `host_s` is what launching forward_backward
+    takes the host, `proof` what it ran, `errors` are by pass.
     """
 
     stage: str
@@ -110,6 +112,11 @@ class LayerTable:
 
     regime: str
     rows: tuple[LayerRow, ...]
+
+    @property
+    def references(self) -> list[str]:
+        """What speedups are over, as far as any row has one."""
+        return [over for over in self.rows[0].speedups if any(row.speedups[over] for row in self.rows)]
 
 
 @dataclass(frozen=True)
@@ -396,7 +403,10 @@ def _layer_table(measured: Mapping[LayerCase, Measurement[LayerCase]]) -> LayerT
     rows = []
     for key in itertools.product(STAGES, RECIPES, EXECUTIONS):
         if key in there:
-            rows.append(_layer_row(key, {name: find(*key, name) for name in LAYER_PASSES}, references))
+            stage, recipe, execution = key
+            own = find(stage, REFERENCE_RECIPE, execution, "forward_backward") if RECIPES[recipe].quantized else None
+            over = references | {SAME_STAGE: own.median_s if own else None}
+            rows.append(_layer_row(key, {name: find(*key, name) for name in LAYER_PASSES}, over))
     return LayerTable(regime, tuple(rows))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from benches.report.analysis import (
     REFERENCE_RECIPE,
     REFERENCE_STAGES,
+    SAME_STAGE,
     Analysis,
     GemmSplit,
     LayerRow,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BLUE, SKY, GREEN, ORANGE, GREY = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#BBBBBB"
 LAYER_COLORS = {"forward": BLUE, "backward": SKY, "forward_backward": GREY}
 GEMM_COLORS = {**dict(zip(PASSES, (BLUE, SKY, GREEN), strict=True)), "quantization": ORANGE}
+REFERENCE_NAMES = {SAME_STAGE: "the same stage"}
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 TITLE: dict[str, Any] = {"fontsize": 9, "loc": "left", "pad": 24}  # pad: a row for the legend
 ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "columnspacing": 1.2}
@@ -98,7 +100,7 @@ def _draw_layers(axes: Axes, table: LayerTable) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(position + 0.8, 0.2)
     axes.margins(x=0.2)  # room for the labels
-    over = f", speedup over {reference} in {REFERENCE_RECIPE}" if reference else ""
+    over = f", speedup over {REFERENCE_NAMES.get(reference, reference)} in {REFERENCE_RECIPE}" if reference else ""
     axes.set_title(f"Layer, regime {table.regime}\nforward_backward in {unit}{over}", **TITLE)
     launch_bound = any(row.launch_bound for row in table.rows)
     axes.set_xlabel(f"time, {unit}" + (f" ({MARK} launch-bound)" if launch_bound else ""))
@@ -122,9 +124,8 @@ def _layer_label(row: LayerRow, reference: str | None, unit: str) -> str:
 
 
 def _reference_stage(table: LayerTable) -> str | None:
-    """What a PyTorch user would run, if it was measured; otherwise the other reference, or none."""
-    known = [stage for stage in REFERENCE_STAGES if any(row.speedups[stage] for row in table.rows)]
-    return known[-1] if known else None
+    """What a PyTorch user would run, if it was measured; otherwise the other reference, the same stage, or none."""
+    return next((stage for stage in (*reversed(REFERENCE_STAGES), SAME_STAGE) if stage in table.references), None)
 
 
 def _draw_gemms(axes: Axes, model: ModelReport, splits: list[GemmSplit]) -> None:

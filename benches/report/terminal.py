@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from benches.report.analysis import (
     REFERENCE_RECIPE,
-    REFERENCE_STAGES,
     Analysis,
     GemmTable,
     LayerTable,
@@ -38,6 +37,7 @@ WORK = {  # columns of the table of what a step runs: names of harness.kernels.C
     "act": ("activation",),
     "rest": ("elementwise", "copy", "memset", "other"),
 }
+NARROWEST = 80  # columns: below, the terminal may break lines, but no digit is cut off
 ERRORS = {"forward": "y", "backward": "grad"}  # passes and the heading of their errors
 ERROR_MEANING = (
     f"Errors: relative, in the Frobenius norm, of the output and of the worst gradient, against torch_sdpa in "
@@ -130,7 +130,7 @@ def model_line(model: ModelReport) -> str:
 
 
 def render(analysis: Analysis, width: int | None = None, color: bool = False) -> str:
-    """The tables and notes as text of at most `width` columns (default: the terminal's; made for 80 and more).
+    """The tables and notes as text of at most `width` columns (default: the terminal's), or of NARROWEST.
 
     Without `color` it has no escape codes. Without rich installed it is one line that says what to install.
     """
@@ -138,12 +138,12 @@ def render(analysis: Analysis, width: int | None = None, color: bool = False) ->
         import rich.table  # noqa: F401
     except ImportError:
         return NO_RICH + "\n"
-    page = Page(width or shutil.get_terminal_size((120, 24)).columns, color)
+    page = Page(max(width or shutil.get_terminal_size((120, 24)).columns, NARROWEST), color)
     blocks = [_heading(analysis, page)]
     for model in analysis.models:
         blocks.append(_model_heading(model, page))
         if model.layers:
-            blocks.append(_layer_table(model.layers, page, analysis.runs))
+            blocks += _layer_tables(model.layers, page, analysis.runs)
             blocks += _proof_tables(model.layers, page)
         for mode in (mode for mode in MODES if mode in model.gemms):
             blocks += _gemm_tables(model, model.gemms[mode], page)
@@ -173,7 +173,7 @@ def _model_heading(model: ModelReport, page: Page) -> str:
     return f"{text}\n{rule}{nothing}"
 
 
-def _layer_table(table: LayerTable, page: Page, runs: int) -> str:
+def _layer_tables(table: LayerTable, page: Page, runs: int) -> list[str]:
     unit = unit_for(time for row in table.rows for time in row.seconds.values())
     lines, ends = [], set()
     with_errors = any(error is not None for row in table.rows for error in row.errors.values())
@@ -182,25 +182,24 @@ def _layer_table(table: LayerTable, page: Page, runs: int) -> str:
             Cell(significant(_scaled(row.seconds[name], unit), TIME_DIGITS), name in row.launch_bound)
             for name in LAYER_PASSES
         ]
-        speedups = [Cell(times(row.speedups[stage])) for stage in REFERENCE_STAGES]
+        speedups = [Cell(times(row.speedups[stage])) for stage in table.references]
         errors = [Cell(percent(row.errors.get(name), 2)) for name in ERRORS] if with_errors else []
         lines.append(Line((row.stage, row.label), (*passes, Cell(percent(row.uncertainty)), *speedups, *errors)))
         if row.stage != (table.rows[index - 1].stage if index else row.stage):
             ends.add(index - 1)
     headers = [
-        "stage",
-        "recipe",
         *(f"{name.replace('_', '_~')}~{unit}" for name in LAYER_PASSES),
         "+-",
-        *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in REFERENCE_STAGES),
+        *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in table.references),
         *(f"error~{label}" for label in (ERRORS.values() if with_errors else ())),
     ]
     half = "half of what the runs' medians of forward_backward span" if runs > 1 else HALF_INTERVAL
-    title = (
-        f"Layer in {unit}, regime {table.regime}. +-: {half}. "
-        f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages." + (f" {ERROR_MEANING}" if with_errors else "")
-    )
-    return _table(title, headers, lines, ends, page)
+    parts = [f"Layer in {unit}, regime {table.regime}. +-: {half}."]
+    if table.references:
+        parts.append(f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages.")
+    if with_errors:
+        parts.append(ERROR_MEANING)
+    return _tables(" ".join(parts), ("stage", "recipe"), headers, lines, ends, page)
 
 
 def _proof_tables(table: LayerTable, page: Page) -> list[str]:
@@ -218,13 +217,13 @@ def _proof_tables(table: LayerTable, page: Page) -> list[str]:
         sizes = [Cell(significant(_scaled_gib(size), RATIO_DIGITS)) for size in (proof.peak_bytes, proof.saved_bytes)]
         host = Cell(significant(_scaled(row.host_s, unit), RATIO_DIGITS), "forward_backward" in row.launch_bound)
         lines.append(Line((row.stage, row.label), (*times, host, Cell(str(proof.launches)), *sizes)))
-    headers = ["stage", "recipe", *(f"{name}~{unit}" for name in WORK), f"host~{unit}", "launches", "peak~GiB"]
+    headers = [*(f"{name}~{unit}" for name in WORK), f"host~{unit}", "launches", "peak~GiB", "saved~GiB"]
     title = (
         f"What forward_backward runs: {unit} of kernels by kind in one untimed step, host time, launches, memory above "
         "what rests, and what forward saves for backward."
     )
     ends = {index for index, row in enumerate(seen[:-1]) if row.stage != seen[index + 1].stage}
-    return [_table(title, [*headers, "saved~GiB"], lines, ends, page)]
+    return _tables(title, ("stage", "recipe"), headers, lines, ends, page)
 
 
 def _scaled_gib(size: int | None) -> float | None:
@@ -232,27 +231,13 @@ def _scaled_gib(size: int | None) -> float | None:
 
 
 def _gemm_tables(model: ModelReport, table: GemmTable, page: Page) -> list[str]:
-    """One table, or several with some of the recipes each where the page is too narrow for all."""
     unit = unit_for(time for row in table.rows for time in row.seconds.values())
     lines, ends = _gemm_lines(model, table, unit)
     title = f"{table.mode}: {MODE_MEANING[table.mode]}, in {unit}, regime {table.regime}."
     if REFERENCE_RECIPE in table.recipes:
         title += f" x: speedup over {REFERENCE_RECIPE}."
     headers = [recipe.replace("_", "~") for recipe in table.recipes]
-    columns = _columns([line.cells for line in lines])
-    widths = [
-        page.gap + max(map(len, [*header.split("~"), *column])) for header, column in zip(headers, columns, strict=True)
-    ]
-    labels = sum(page.gap + max(len(line.labels[side]) for line in lines) for side in (0, 1)) - page.gap
-    parts = _parts(widths, page.width - labels)
-    texts = []
-    for number, part in enumerate(parts, start=1):
-        partial_lines = [line._replace(cells=tuple(line.cells[index] for index in part)) for line in lines]
-        part_title = f"{title} Part {number} of {len(parts)}." if len(parts) > 1 else title
-        texts.append(
-            _table(part_title, ["GEMM", "M x K x N", *(headers[index] for index in part)], partial_lines, ends, page)
-        )
-    return texts
+    return _tables(title, ("GEMM", "M x K x N"), headers, lines, ends, page)
 
 
 def _gemm_lines(model: ModelReport, table: GemmTable, unit: str) -> tuple[list[Line], set[int]]:
@@ -340,6 +325,24 @@ def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
     return parts
 
 
+def _tables(
+    title: str, labels: Sequence[str], headers: Sequence[str], lines: Sequence[Line], ends: set[int], page: Page
+) -> list[str]:
+    """One table, or several with some of the columns each where the page is too narrow for all."""
+    columns = _columns([line.cells for line in lines])
+    widths = [
+        page.gap + max(map(len, [*header.split("~"), *column])) for header, column in zip(headers, columns, strict=True)
+    ]
+    left = sum(page.gap + max(len(line.labels[side]) for line in lines) for side in range(len(labels))) - page.gap
+    parts = _parts(widths, page.width - left)
+    texts = []
+    for number, part in enumerate(parts, start=1):
+        partial_lines = [line._replace(cells=tuple(line.cells[index] for index in part)) for line in lines]
+        part_title = f"{title} Part {number} of {len(parts)}." if len(parts) > 1 else title
+        texts.append(_table(part_title, [*labels, *(headers[index] for index in part)], partial_lines, ends, page))
+    return texts
+
+
 def _table(title: str, headers: Sequence[str], lines: Sequence[Line], ends: set[int], page: Page) -> str:
     """A table below its title. `~` breaks a header's line; `ends` are lines with a rule below them."""
     from rich.box import Box
@@ -354,7 +357,7 @@ def _table(title: str, headers: Sequence[str], lines: Sequence[Line], ends: set[
         # Padded by hand: right justification would strip the blanks that keep marks and speedups below each other.
         size = 0 if index < left else max(map(len, [*header.split("~"), *columns[index - left]]))
         padded = "\n".join(part.rjust(size) for part in header.split("~"))
-        table.add_column(padded, no_wrap=True, vertical="bottom", min_width=size)
+        table.add_column(padded, no_wrap=True, overflow="crop", vertical="bottom", min_width=size)
     for index, line in enumerate(lines):
         cells = (*line.labels, *(column[index] for column in columns))
         table.add_row(*cells, style="bold" if line.total else None, end_section=index in ends)

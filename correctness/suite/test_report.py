@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shapes.models import MODELS, ModelConfig
 from shapes.stages import STAGES
 
 RECIPES = ("bf16", "fp8_current_scaling", "fp8_delayed_scaling")
+BASELINE = Path(__file__).parents[2] / "benches/baselines/nvidia-h200-sm90/te-2.20.2.json"
 CODON = MODELS["codonfm_5b"]
 
 # Invented times, in seconds. A layer's forward takes a third of both passes.
@@ -108,12 +109,25 @@ def test_layer_rows_follow_stages_and_recipes() -> None:
 
 
 def test_layer_speedups_are_of_forward_backward_over_bf16_stages() -> None:
-    """te_layer in current scaling takes 24 / 2 ms where torch takes 40 and torch_sdpa 32."""
+    """te_layer in current scaling takes 24 / 2 ms where torch takes 40, torch_sdpa 32 and te_layer in bf16 24."""
     (model,) = analysis_of().models
     assert model.layers is not None
     (row,) = (row for row in model.layers.rows if (row.stage, row.recipe) == ("te_layer", "fp8_current_scaling"))
     assert row.seconds == pytest.approx({"forward": 0.004, "backward": 0.008, "forward_backward": 0.012})
-    assert row.speedups == pytest.approx({"torch": 40 / 12, "torch_sdpa": 32 / 12})
+    assert row.speedups == pytest.approx({"torch": 40 / 12, "torch_sdpa": 32 / 12, "same_stage": 2.0})
+    assert model.layers.references == ["torch", "torch_sdpa", "same_stage"]
+
+
+def test_a_speedup_that_no_row_has_is_no_column() -> None:
+    """One stage alone has only what its recipes bring; in bf16 nothing."""
+    for recipes, references in ((RECIPES, ["same_stage"]), (("bf16",), [])):
+
+        def keep(case: Case, recipes: Sequence[str] = recipes) -> bool:
+            return isinstance(case, LayerCase) and case.stage == "te_layer" and case.recipe in recipes
+
+        (model,) = analysis_of(keep=keep).models
+        assert model.layers is not None
+        assert model.layers.references == references
 
 
 def test_layer_regime_is_sustained_and_rested_only_without_it() -> None:
@@ -405,6 +419,16 @@ def test_tables_fit_the_width_in_plain_ascii(width: int) -> None:
     assert text.isascii()
     assert "\x1b" not in text
     assert [text.count(f"{name}\n") + text.count(f"{name} ") for name in ("delayed", "current")] == [3, 3]
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_no_digit_is_cut_off_where_the_page_is_narrow(width: int) -> None:
+    """Every word of a GPU's stored baseline stands on a wide page and on a narrow one."""
+    pytest.importorskip("rich")
+    analysis = analyse(json.loads(BASELINE.read_text(encoding="utf-8")))
+    wide, narrow = (set(render(analysis, columns).split()) for columns in (400, width))
+    rules = {word for word in wide if set(word) <= set("-=")}
+    assert wide - rules - narrow == set()
 
 
 def test_color_changes_no_character() -> None:
