@@ -82,3 +82,4 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[RESULTS] = new_results()
     choose_baseline(config, device)
     config.stash[GATE] = Gatekeeper(option("gate_strict"))
+    config.stash[GATE].load(config)

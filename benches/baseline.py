@@ -10,7 +10,6 @@ file under .benchmarks/ for a CPU. Imports neither torch nor pytest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -20,14 +19,14 @@ from typing import Any
 from benches.judging.baselines import default_file, pool, read, read_json, stored
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
-from shapes.printing import print_text
+from shapes.commands import Parser, print_text, write_text
 
 ENOUGH_RUNS = 5  # fewer say little of how much a case differs from run to run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 4 after one line on stderr for runs that make no baseline."""
-    parser = argparse.ArgumentParser(prog="python -m benches.baseline", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m benches.baseline", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="written with --benchmark-json")
     parser.add_argument("--add", action="store_true", help="add the runs to the stored baseline")
     parser.add_argument("--replace", action="store_true", help="write the baseline; otherwise only show what changes")
@@ -53,12 +52,14 @@ def _pool(paths: Sequence[Path], output: Path | None, add: bool, replace: bool) 
     old = read_json(known) if known and known.exists() else None
     pooled = pool(runs, old if add else None)
     lines = [] if old is None else [_compared(old, pool(runs), str(known))]
+    if gone := _cases(old) - _cases(pooled):
+        lines.append(f"not in the new baseline, so never judged again: {len(gone)} cases, {min(gone)}, ...")
     count = len(pooled["suite"]["runs"])
     if count < ENOUGH_RUNS:
         lines.append(f"{count} runs: {ENOUGH_RUNS} or more say how much a case differs from run to run")
     if replace or old is None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(file, json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", paths)
         lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {count} runs")
     else:
         lines.append(f"{file} {'is as it was' if file.exists() else 'is not there'}; --replace writes the new one")
@@ -74,6 +75,10 @@ def _compared(old: Any, new: Any, name: str) -> str:
         return render(judge(read(old, name), read(new, "the new runs")))
     except ValueError as error:
         return f"not comparable with the stored one: {error}"
+
+
+def _cases(results: Any) -> set[str]:
+    return {one["extra_info"]["case"] for one in results["benchmarks"]} if results else set()
 
 
 def slim(results: Any) -> Any:

@@ -34,7 +34,7 @@ from benches.judging.baselines import Results, Sample, Timed, load
 from benches.noise import band_of, kind_of
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
-from shapes.printing import print_text
+from shapes.commands import Parser, print_text, write_text
 
 GATE = "the gate"
 ALL = "all"
@@ -210,13 +210,25 @@ def of_stored(before: Results, sizes: Sequence[str]) -> tuple[list[Rate], list[R
 
 
 def run_once(baseline: Path, file: Path, options: Sequence[str]) -> Results:
-    """One process of the benchmarks, judged in it. Raises ValueError where it left no results file."""
+    """One process of the benchmarks, judged in it. Raises ValueError where it did not measure all of its cases."""
     command = [sys.executable, "-m", "pytest", "benches", "-q", "--benchmark-quiet", f"--benchmark-json={file}"]
-    done = subprocess.run([*command, f"--benchmark-compare={baseline}", *options], capture_output=True, text=True)
+    log = file.with_suffix(".log")
+    # Ctrl-C reaches the run too: leaving the block waits until it has saved what it has.
+    with (
+        log.open("w+", encoding="utf-8") as output,
+        subprocess.Popen(
+            [*command, f"--benchmark-compare={baseline}", *options], stdout=output, stderr=subprocess.STDOUT
+        ) as child,
+    ):
+        code = child.wait()
     if not file.exists():
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        raise ValueError(f"a run left no results (exit code {done.returncode}): {''.join(last)}")
-    return load(file)
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        why = [line for line in lines if "error" in line.lower()] or lines
+        raise ValueError(f"a run left no results (exit code {code}, see {log}): {''.join(why[-1:])}")
+    found = load(file)
+    if found.not_run:
+        raise ValueError(f"{file}: it was ended early, and {found.not_run} cases were not run; see {log}")
+    return found
 
 
 def _lines(rates: Sequence[Rate]) -> dict[str, dict[str, Rate]]:
@@ -268,6 +280,10 @@ def plot(rates: Sequence[Rate], path: Path) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
+    if options.unchanged < 0 or (options.planted or 0) < 0:
+        raise ValueError("--unchanged and --planted: must not be negative")
+    if not (options.stored or options.unchanged or options.target):
+        raise ValueError("--unchanged 0 without a --target: nothing to do")
     before = load(options.baseline)
     sizes = options.size or list(SIZES)
     for size in sizes:
@@ -299,7 +315,8 @@ def _check(size: str, stored: bool) -> None:
 
 def _run(options: argparse.Namespace, file: Path, planted: Sequence[str]) -> Results:
     """A run of the folder's, made if it is not there. Raises ValueError for one that planted something else."""
-    if not file.exists():
+    if not file.exists() or load(file).not_run:  # of one that was ended early
+        file.unlink(missing_ok=True)
         print(f"{file}: {' '.join(planted) or 'nothing planted'}", file=sys.stderr)
         return run_once(options.baseline, file, [*options.pytest, *(f"--plant={text}" for text in planted)])
     found = load(file)
@@ -310,7 +327,7 @@ def _run(options: argparse.Namespace, file: Path, planted: Sequence[str]) -> Res
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 4 after one line on stderr for what cannot be calibrated."""
-    parser = argparse.ArgumentParser(prog="python -m benches.calibrate", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m benches.calibrate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--baseline", required=True, type=Path, metavar="FILE", help="what runs are judged against")
     parser.add_argument("--stored", action="store_true", help="judge the baseline's own runs, each against the others")
     parser.add_argument("--unchanged", type=int, default=10, metavar="N", help="runs in which nothing is planted")
@@ -326,11 +343,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         unchanged, found = _calibrate(options)
         if options.json:
-            options.json.write_text(json.dumps(_as_dict(unchanged, found), indent=1) + "\n")
+            write_text(options.json, json.dumps(_as_dict(unchanged, found), indent=1) + "\n", [options.baseline])
         if options.plot and found:
             plot(found, options.plot)
     except (OSError, ValueError, *MALFORMED) as error:
         return refuse("benches.calibrate", in_words(error))
+    except KeyboardInterrupt:
+        print("benches.calibrate: ended; with --folder the same command goes on from here", file=sys.stderr)
+        return 130
     except ImportError as error:
         return refuse("benches.calibrate", f"pip install scipy matplotlib ({error})")
     parts = ["\n".join(map(str, unchanged)), table(found) if found else ""]

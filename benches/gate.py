@@ -10,7 +10,6 @@ torch nor pytest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from benches.judging.baselines import Results, folder, load, read_json, stored, 
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
 from benches.report.verdicts import render
-from shapes.printing import print_text
+from shapes.commands import Parser, print_text, write_text
 
 if TYPE_CHECKING:
     from benches.judging.judge import Outcome
@@ -34,7 +33,7 @@ NO_SCIPY = "`pip install scipy` lets the gate compute"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code, after one line on stderr for files that cannot be compared."""
-    parser = argparse.ArgumentParser(prog="python -m benches.gate", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m benches.gate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("now", nargs="+", type=Path, metavar="NOW.json", help="written with --benchmark-json")
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="or another run; default: the machine's stored one"
@@ -45,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         now = together([load(path) for path in options.now])
-        outcome = _judged(load(options.baseline or _stored(now)), now, options.noise)
+        baseline = options.baseline or _stored(now)
+        outcome = _judged(load(baseline), now, options.noise)
         text = render(outcome, options.strict)
         if options.json:
-            options.json.write_text(json.dumps(as_dict(outcome, options.strict), indent=1, allow_nan=False) + "\n")
-    except (OSError, ValueError) as error:
+            found = json.dumps(as_dict(outcome, options.strict), indent=1, allow_nan=False) + "\n"
+            write_text(options.json, found, [*options.now, baseline])
+    except (OSError, ValueError, *MALFORMED) as error:
         return refuse("benches.gate", in_words(error))
     except ImportError as error:
         return refuse("benches.gate", f"{error}; {NO_SCIPY}")

@@ -9,7 +9,6 @@ out. Imports neither torch nor pytest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 from benches.judging.baselines import read_json
 from benches.report.analysis import MALFORMED, timed_cases
 from benches.report.refusals import in_words, refuse
-from shapes.printing import print_text
+from shapes.commands import Parser, print_text, write_text
 
 FEWEST_RUNS = 2
 FEW = 3  # cases that a line names
@@ -168,7 +167,7 @@ def table(found: Sequence[Spread]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 4 after one line on stderr for files that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m benches.noise", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m benches.noise", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="written with --benchmark-json")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="also write every case's medians and spread")
     options = parser.parse_args(arguments)
@@ -176,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [read_json(path) for path in options.runs]
         found, unequal = spreads(runs), differing(runs)
         if options.json:
-            options.json.write_text(json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1))
+            text = json.dumps([asdict(one) | {"relative": one.relative} for one in found], indent=1)
+            write_text(options.json, text + "\n", options.runs)
     except (OSError, ValueError, *MALFORMED) as error:
         return refuse("benches.noise", in_words(error))
     boards = len(found[0].by_board())
@@ -186,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(runs)} processes{where}; spread: standard deviation of a case's medians{within}, relative to their mean"
     )
     lines = [heading, table(found)]
+    if left_out := {one.case.id for run in runs for one in timed_cases(run)} - {one.case for one in found}:
+        lines.append(f"not in all runs, so left out: {len(left_out)} cases, {min(left_out)}, ...")
     lines += [f"{name} differ from run to run in {len(cases)} cases: {_few(cases)}" for name, cases in unequal.items()]
     return print_text("\n".join(lines if unequal else [*lines, "launches, kernels and memory are equal in all runs"]))
 

@@ -11,7 +11,6 @@ Engine.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -26,8 +25,9 @@ from benches.harness.medians import median
 from benches.harness.safety import not_writable
 from benches.harness.stopwatch import REGIMES
 from benches.harness.timeline import CudaTimeline, Mark, Timeline, split_at_spins
-from benches.report.analysis import USAGE_ERROR
+from benches.report.refusals import refuse
 from shapes.cases import support
+from shapes.commands import Parser, write_text
 from shapes.gemms import layer_linears
 from shapes.models import MODELS, ModelConfig
 from shapes.program import Program
@@ -244,17 +244,15 @@ def table(found: dict[str, Prediction]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benches.prediction", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="python -m benches.prediction", description=(__doc__ or "").splitlines()[0])
     model_help = f"repeatable; default {' and '.join(DEFAULT_MODELS)}; one of {', '.join(MODELS)}"
     parser.add_argument("--model", choices=MODELS, action="append", metavar="NAME", help=model_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(arguments)
     if reason := devices.why_not_cuda():
-        print(f"needs a GPU and Transformer Engine: {reason}", file=sys.stderr)
-        return USAGE_ERROR
+        return refuse("benches.prediction", f"needs a GPU and Transformer Engine: {reason}")
     if options.json and (reason := not_writable(options.json)):
-        print(f"{options.json}: {reason}", file=sys.stderr)
-        return USAGE_ERROR
+        return refuse(options.json, reason)
     results: dict[str, Any] = {}
     for name in options.model or DEFAULT_MODELS:
         found: dict[str, Prediction] = {}
@@ -268,8 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
             recipe: asdict(one) | {"difference": one.difference(one.sweep)} for recipe, one in found.items()
         }
     if options.json:
-        with open(options.json, "w", encoding="utf8") as file:
-            json.dump({"gpu": devices.gpu_facts(), "models": results}, file, indent=1)
+        write_text(options.json, json.dumps({"gpu": devices.gpu_facts(), "models": results}, indent=1) + "\n")
     return 0
 
 

@@ -24,7 +24,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +33,10 @@ from torch import Tensor, nn
 from correctness.bounds import AS_TE, Extras, Input, Limits, gemm_limits, tensor_shape, usual_inputs
 from correctness.distributions import DISTRIBUTIONS
 from shapes.backends.emulation.linear import EmulatedLinear
+from shapes.commands import Parser, print_text, write_text
 from shapes.gemms import PASSES, Linear, parse_shapes
-from shapes.printing import print_text
 from shapes.recipes import RECIPES, Recipe
 
-BAD_INPUT = 4  # exit code, as pytest's for a usage error
 MOST_ELEMENTS = 2**28  # of the six matrices together: with float64 copies some 8 GB
 HEADER = ("recipe", "GEMM", "M x K x N", "operands", "error", "expected", "error /", "from", "to", "")
 UNITS = ("", "", "", "", "", "", "expected", "", "", "")
@@ -120,24 +119,17 @@ def gemm_errors(
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line: argparse would print the usage before it."""
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
 def _seed(text: str) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    if not 0 <= value < 2**63:  # what torch takes
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, got {value}")
     return value
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m correctness.emulate",
         description="Errors of a linear's three GEMMs in a recipe, emulated on the CPU, beside what they should be.",
-        allow_abbrev=False,
     )
     recipes = f"repeatable; default: all; one of {', '.join(RECIPES)}"
     parser.add_argument("--recipe", action="append", choices=RECIPES, metavar="NAME", help=recipes)
@@ -277,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(reason)
         description = describe(linear, recipes, options.distribution, options.seed, extras)
         if options.json:
-            Path(options.json).write_text(json.dumps(description, indent=2, allow_nan=False) + "\n")
+            write_text(Path(options.json), json.dumps(description, indent=2, allow_nan=False) + "\n")
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

@@ -19,33 +19,25 @@ and for --list {"models": [the fields of each]}.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
+from shapes.commands import Parser, print_text
 from shapes.gemms import PASSES, Gemm, LinearGroup, layer_linears, lm_head, parse_shapes
 from shapes.models import HYPERPARAMETERS, MODELS, ModelConfig, resolve
-from shapes.printing import print_text
 
 GEMM_HEADER = ("linear", "pass", "M x K x N", "GFLOP", "share", "FLOP/byte")
 MODEL_HEADER = ("model", "hidden", "intermediate", "heads", "kv heads", "head dim", "layers", "tokens", "vocabulary")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line: argparse would print the usage, which has every option, before it."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m shapes",
         description="Print the GEMMs of a model's layer with their FLOPs. Without arguments, list the models.",
         epilog="A model of your own needs no name, but at least --hidden-size and --num-attention-heads.",
-        allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     for key in HYPERPARAMETERS:
@@ -177,7 +169,7 @@ def model_list() -> str:
 
 
 def run(arguments: Sequence[str]) -> str:
-    """The text that the command prints. Wrong arguments exit with code 2 and one line on stderr."""
+    """The text that the command prints. Wrong arguments exit with code 4 and one line on stderr."""
     parser = _parser()
     options = parser.parse_args(arguments)
     overrides = {key: getattr(options, key) for key in HYPERPARAMETERS if getattr(options, key) is not None}

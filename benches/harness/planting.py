@@ -16,6 +16,7 @@ from shapes.program import Program, Segment
 FORM = "REGEX=3%, REGEX=+2us or REGEX=host+50us"
 _SIZE = re.compile(r"(?P<percent>\d+(\.\d+)?)%|(?P<host>host)?\+(?P<us>\d+(\.\d+)?)us")
 MOST_PERCENT = 1000
+MOST_S = 1.0
 LOOK = Limits(max_time_s=0.3)  # how long a segment takes, to within a percent of what is planted
 
 
@@ -46,6 +47,8 @@ def parse(text: str) -> Plant:
             raise ValueError(f"--plant {text!r}: {MOST_PERCENT} % is the most")
         return Plant(text, compiled, size, share=float(match["percent"]) / 100)
     seconds = float(match["us"]) * 1e-6
+    if seconds > MOST_S:
+        raise ValueError(f"--plant {text!r}: {MOST_S * 1e6:.0f} us is the most")
     if match["host"]:
         return Plant(text, compiled, size, host_s=seconds)
     return Plant(text, compiled, size, device_s=seconds)

@@ -19,11 +19,10 @@ from benches.harness.journal import Journal, suite_info
 from benches.harness.medians import median
 from benches.harness.planting import Plant
 from benches.harness.replay import REPLAY
-from benches.harness.safety import end_in_order, measures, undisturbed
+from benches.harness.safety import end_in_order, file_storage, measures, undisturbed
 from benches.harness.stash import GATE, JOURNAL, PLANTS, RESULTS, SELECTION, spending, until_now
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
-from benches.judging.gatekeeper import baseline_name
 from benches.report.analysis import SCHEMA, analyse
 from shapes.cases import GemmCase, LayerCase, support
 from shapes.selection import Selection
@@ -151,7 +150,8 @@ def pytest_benchmark_compare_machine_info(
 
     pytest-benchmark would print both machines in full, each flag of their CPUs: it finds them equal.
     """
-    config.stash[GATE].add(compared_benchmark, baseline_name(config))
+    if file_storage(config) is None:  # else it is loaded
+        config.stash[GATE].add(compared_benchmark, str(config.getoption("benchmark_compare")))
     machine_info.clear()
     machine_info.update(compared_benchmark["machine_info"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import signal
@@ -31,6 +32,7 @@ def check_options(config: pytest.Config) -> None:
     path = config.getoption("benchmark_json")  # before pytest-benchmark 5.3 an open file: then it can be written
     if isinstance(path, Path) and (reason := not_writable(path)):
         raise pytest.UsageError(f"--benchmark-json={path}: {reason}")
+    _check_storage(config)
     _check_gate(config)
     journal = config.getoption("journal")
     if journal and (reason := not_writable(journal) or _holds_something(journal)):
@@ -48,11 +50,38 @@ def measures(config: pytest.Config) -> bool:
 
 def _check_gate(config: pytest.Config) -> None:
     """A gate that judges nothing must not look as if everything passed it."""
-    compare = config.getoption("benchmark_compare")
-    if compare and not measures(config):
-        raise pytest.UsageError("--benchmark-compare: nothing is measured with --benchmark-disable or xdist's -n")
-    if config.getoption("gate_strict") and not compare:
-        raise pytest.UsageError("--gate-strict: needs --benchmark-compare, which says what to judge against")
+    option = config.getoption
+    for name in ("compare", "json", "save"):
+        if option(f"benchmark_{name}") and not measures(config) and "PYTEST_XDIST_WORKER" not in os.environ:
+            raise pytest.UsageError(f"--benchmark-{name}: nothing is measured with --benchmark-disable or xdist's -n")
+    for name, flag in (("gate_strict", "--gate-strict"), ("benchmark_compare_fail", "--benchmark-compare-fail")):
+        if option(name) and not option("benchmark_compare"):
+            raise pytest.UsageError(f"{flag}: needs --benchmark-compare, which says what to judge against")
+
+
+def _check_storage(config: pytest.Config) -> None:
+    """Where pytest-benchmark saves its runs must be a folder, also if nobody has saved any."""
+    if (storage := file_storage(config)) is None:
+        return
+    saves = config.getoption("benchmark_save") or config.getoption("benchmark_autosave")
+    if saves and not (storage.path.is_dir() and os.access(storage.path, os.W_OK)):
+        raise pytest.UsageError(f"--benchmark-storage={storage.path}: is no folder that can be written to")
+
+
+def file_storage(config: pytest.Config) -> Any:
+    """Where pytest-benchmark finds its saved runs; None where that is Elasticsearch.
+
+    Raises pytest.UsageError for what is no storage.
+    """
+    from pytest_benchmark.utils import get_machine_id, load_storage
+
+    place = config.getoption("benchmark_storage")
+    if place.startswith("elasticsearch+"):
+        return None
+    try:
+        return load_storage(place, logger=None, default_machine_id=get_machine_id(), netrc=None)
+    except argparse.ArgumentTypeError as error:
+        raise pytest.UsageError(f"--benchmark-storage={place}: {error}") from None
 
 
 def not_writable(path: Path) -> str | None:

@@ -167,7 +167,7 @@ def read_json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         if not text.strip():
             raise ValueError("is empty")
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -176,6 +176,11 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: is not JSON, or cut off: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
 
 
 def _no_number(name: str) -> NoReturn:
@@ -261,6 +266,9 @@ def _timed(benchmark: Mapping[str, Any], evidence: Mapping[str, Any], runs: int)
     extra, case = benchmark["extra_info"], str(benchmark["extra_info"]["case"])
     axes_of(case)
     launches_of(extra)
+    for category, time_s in (extra.get("category_s") or {}).items():
+        if not 0 <= float(time_s) < 1e12:
+            raise ValueError(f"{case}: {time_s} s of {category} kernels is no time")
     if "runs" in extra:
         entries = [(one["run"], one["median_s"], one["host_median_s"]) for one in extra["runs"]]
     else:
@@ -310,6 +318,7 @@ def together(files: Sequence[Results]) -> Results:
             newest = timed.get(case, replace(found, samples=()))
             samples = sorted((*newest.samples, *moved), key=lambda sample: sample.run)
             timed[case] = replace(newest, samples=tuple(samples))
+    lost = {case: why for file in by_age for case, why in file.lost.items() if case not in timed}
     selected = [file.selected for file in files if file.selected is not None]
     chosen = frozenset[str]().union(*selected) if len(selected) == len(files) else None
     return replace(
@@ -319,8 +328,8 @@ def together(files: Sequence[Results]) -> Results:
         timed=timed,
         selected=chosen,
         left_out=frozenset[str]().union(*(file.left_out for file in files)) - (chosen or frozenset()),
-        lost={case: why for file in by_age for case, why in file.lost.items() if case not in timed},
-        not_run=sum(file.not_run for file in files),
+        lost=lost,
+        not_run=sum(file.not_run for file in files) if chosen is None else len(chosen - timed.keys() - lost.keys()),
         planted=any(file.planted for file in files),
     )
 
@@ -337,6 +346,8 @@ def pool(runs: Sequence[Mapping[str, Any]], onto: Mapping[str, Any] | None = Non
         files.insert(0, read(onto, "the baseline"))
     if planted := next((file for file in files if file.planted), None):
         raise ValueError(f"{planted.name}: work was planted in it, so it is no baseline")
+    if ended := next((file for file in files if file.not_run), None):
+        raise ValueError(f"{ended.name}: it was ended early, and {ended.not_run} cases were not run: it is no baseline")
     whole = together(files)
     _check_versions(whole.runs)
     if not whole.timed:

@@ -15,8 +15,9 @@ import pytest
 
 from benches.harness import device as devices
 from benches.harness.medians import median
+from benches.harness.safety import file_storage
 from benches.harness.workbench import Workbench, in_one_line
-from benches.judging.baselines import Results, read, stored, together
+from benches.judging.baselines import Results, read, read_json, stored, together
 from shapes.cases import GemmCase, LayerCase
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 PAUSE_S = 0.5  # before a suspect is measured again
 AGAIN = 2  # further measurements of a suspect: two of three decide
 MOST_SUSPECTS = 40  # where more are slower, it is not the noise of one measurement
+NUMBERS = ("min", "max", "mean", "stddev", "median", "iqr", "q1", "q3", "ops", "rounds")  # that pytest-benchmark shows
 KINDS = {kind.kind: kind for kind in (LayerCase, GemmCase)}
 
 
@@ -59,6 +61,30 @@ class Gatekeeper:
     def judges(self) -> bool:
         """Whether there is something to judge against."""
         return bool(self._baselines)
+
+    def load(self, config: pytest.Config) -> None:
+        """What --benchmark-compare asks for, before pytest-benchmark, which passes over a file that it cannot read.
+
+        Raises pytest.UsageError, in one line, where there is nothing, or something that cannot be compared with.
+        """
+        asked, storage = config.getoption("benchmark_compare"), file_storage(config)
+        if not asked or storage is None:
+            return
+        try:
+            found = storage.query("[0-9][0-9][0-9][0-9]_")[-1:] if asked is True else storage.query(asked)
+        except (OSError, ValueError):  # neither a file nor a pattern
+            found = []
+        written = config.getoption("benchmark_json")
+        for path in found:
+            if isinstance(written, Path) and written.exists() and written.samefile(path):
+                raise pytest.UsageError(f"--benchmark-json={written}: --benchmark-compare reads the same file")
+            try:
+                raw, name = read_json(path), short_name(path, config.rootpath)
+                self.add(raw, name)
+                _check_comparable(raw, name)
+            except ValueError as error:
+                raise pytest.UsageError(f"--benchmark-compare: {error}") from None
+        self.check_found(asked)
 
     def add(self, raw: Mapping[str, Any], name: str) -> None:
         """Judge against this file too. Raises pytest.UsageError, in one line, where that cannot be."""
@@ -141,10 +167,14 @@ def _dated(results: Mapping[str, Any]) -> dict[str, Any]:
     return {"datetime": datetime.now(timezone.utc).isoformat(), **results}
 
 
-def baseline_name(config: pytest.Config) -> str:
-    """What is compared with, as short as it can be said."""
-    path = Path(str(config.getoption("benchmark_compare")))
-    try:
-        return str(path.relative_to(config.rootpath))
-    except ValueError:
-        return str(path)
+def _check_comparable(raw: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError where pytest-benchmark would fail to compare, after all has been measured."""
+    for benchmark in raw["benchmarks"]:
+        numbers = [(benchmark.get("stats") or {}).get(field) for field in NUMBERS]
+        if not isinstance(benchmark.get("fullname"), str) or any(type(one) not in (int, float) for one in numbers):
+            raise ValueError(f"{name}: {benchmark.get('name')} has no full name, or lacks one of {', '.join(NUMBERS)}")
+
+
+def short_name(path: Path, root: Path) -> str:
+    """A path as short as it can be said."""
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)

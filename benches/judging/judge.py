@@ -51,7 +51,7 @@ from benches.judging.differences import (
 )
 from benches.judging.moderation import Array, Key, Scatter, stated_deviation
 from benches.noise import Spread, band_of, kind_of
-from benches.report.analysis import KNOWN
+from benches.report.analysis import KNOWN, launches_of
 
 VERDICTS = ("SLOWER", "MISSING", "CHANGED", "UNRESOLVED", "NEW", "FASTER", "SAME")
 FAILING = ("SLOWER", "MISSING")
@@ -356,7 +356,7 @@ def scatter(spreads: Sequence[Mapping[str, Any]]) -> Scatter | None:
         case, times_s = str(spread["case"]), tuple(float(time_s) for time_s in spread["runs_s"])
         axes = axes_of(case)
         kind = kind_of(case.split("/")[0], axes.get("mode"))
-        boards, launches = tuple(spread.get("boards") or ()), spread.get("launches")
+        boards, launches = tuple(spread.get("boards") or ()), launches_of(spread)
         found = Spread(case, kind, axes["regime"], times_s, boards, launches)
         if not found.df or not all(1e-12 < time_s < 1e12 for time_s in times_s):
             raise ValueError(f"{case}: {list(times_s)} are not the times of several runs on a board")

@@ -19,7 +19,6 @@ from shapes.recipes import RECIPES
 from shapes.stages import EXECUTIONS, STAGES
 
 SCHEMA = 2  # 1 had neither executions of layers nor evidence
-USAGE_ERROR = 4  # pytest's exit code for one
 MALFORMED = (AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)  # from JSON of another shape
 REFERENCE_RECIPE = "bf16"
 EAGER = "eager"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from benches.report.analysis import USAGE_ERROR
+from shapes.commands import USAGE_ERROR
 
 
 def refuse(subject: object, reason: Exception | str) -> int:
     """Say why a file, or a command, is of no use; returns the exit code, 4."""
     said = reason.strerror if isinstance(reason, OSError) and reason.strerror else reason
-    print(f"{subject}: {said}", file=sys.stderr)
+    print(f"{subject}: {str(said).removeprefix(f'{subject}: ')}", file=sys.stderr)
     return USAGE_ERROR
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,6 +189,29 @@ class TestCommand:
         assert self.called("--add", "--replace", files=more) == 4
         assert "is there twice" in capsys.readouterr().err
 
+    def test_cases_that_the_new_one_lacks_are_counted(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Nobody would judge them ever after."""
+        self.called(files=runs(5))
+        fewer = runs(5, {FIRST: 1e-3})
+        assert self.called(files=fewer) == 0
+        assert f"never judged again: 11 cases, {min(list(TIMES)[1:])}, ..." in capsys.readouterr().out
+
+    def test_the_stored_one_survives_a_full_disk(self, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        """And a file of a run is not overwritten."""
+        self.called(files=runs(5))
+        old = Path(STORED).read_text()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        more = runs(5)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) - 1000, limits[1]))
+        try:
+            assert self.called("--replace", files=more) == 4
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert f"{STORED}: File too large" in capsys.readouterr().err
+        assert Path(STORED).read_text() == old
+        assert self.called("--replace", "-o", "run0.json", files=more) == 4
+        assert "run0.json: is one of the files that are read" in capsys.readouterr().err
+
     def test_a_new_version_of_te_is_compared_with_the_old_one(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A regression must not become the baseline unseen."""
         self.called(files=runs(5))
@@ -214,6 +238,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another TE": (
         lambda file: file["machine_info"]["versions"].update(transformer_engine="2.21"),
         "runs with transformer_engine 2.20.2 and 2.21",
+    ),
+    "ended early": (lambda file: file["suite"].update(not_run=3), "it was ended early, and 3 cases were not run"),
+    "kernels of negative time": (
+        lambda file: file["benchmarks"][0]["extra_info"].update(category_s={"copy": -1.0}),
+        "-1.0 s of copy kernels is no time",
     ),
     "no suite": (lambda file: file.pop("suite"), "no top-level object 'suite'"),
     "a case twice": (lambda file: file["benchmarks"].append(file["benchmarks"][0]), f"case {FIRST} is there twice"),
@@ -291,6 +320,16 @@ class TestReading:
         assert len(found.runs) == 4
         assert {len(one.samples) for one in found.timed.values()} == {4}
         assert median(one.median_s for one in found.timed[FIRST].samples) == pytest.approx(1e-3, rel=0.01)
+
+    def test_what_one_of_several_runs_did_not_come_to_was_run(self) -> None:
+        """If another one has its time; and if none has, it was not."""
+        whole = together(
+            [
+                read(results({FIRST: 1e-3}, selected=[FIRST, SECOND, THIRD], not_run=2), "1"),
+                read(results({FIRST: 2e-3, SECOND: 3e-3}, selected=[FIRST, SECOND, THIRD], not_run=1), "2"),
+            ]
+        )
+        assert whole.not_run == 1
 
     def test_files_together_keep_runs_apart(self) -> None:
         """Runs are numbered through, and cases that were left out of one and selected in another were selected."""

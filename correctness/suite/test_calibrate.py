@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +157,47 @@ def test_what_was_interrupted_goes_on(baseline: Path, tmp_path: Path, monkeypatc
     assert made == ["unchanged1.json"]
 
 
+def test_a_run_that_was_ended_early_is_no_run(
+    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It is refused, and made again by the next call."""
+    ended = {**run(0).raw, "suite": {**run(0).raw["suite"], "not_run": 3}}
+    made = iter([ended, run(0).raw])
+
+    class Process:
+        """A run that is over at once, and leaves its file."""
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            file = next(word for word in command if word.startswith("--benchmark-json="))
+            Path(file.partition("=")[2]).write_text(json.dumps(next(made)))
+
+        def __enter__(self) -> Process:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def wait(self) -> int:
+            return 1
+
+    monkeypatch.setattr(calibrate.subprocess, "Popen", Process)
+    words = [f"--baseline={baseline}", "--unchanged=1", f"--folder={tmp_path}"]
+    assert main(words) == 4
+    assert "unchanged0.json: it was ended early, and 3 cases were not run" in capsys.readouterr().err
+    assert main(words) == 0
+
+
+def test_ctrl_c_is_one_line(baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Exit code 130, as a shell has it."""
+
+    def run_once(*_: Any) -> Results:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "run_once", run_once)
+    assert main([f"--baseline={baseline}", "--unchanged=1"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("benches.calibrate: ended; ")
+
+
 def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, capsys: Any) -> None:
     """A folder of another calibration is not taken for this one's."""
     (tmp_path / "unchanged0.json").write_text(json.dumps(run(0, slower=1.05).raw))
@@ -173,6 +213,9 @@ def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, caps
         (["--baseline={baseline}", "--stored", "--size=+2us"], "--size '+2us': stored times can be made longer by"),
         (["--baseline={baseline}", "--target=x", "--size=y"], "--size 'y': must be"),
         (["--baseline={baseline}", "--stored", f"--size={'9' * 400}%"], "at most 1000%"),
+        (["--baseline={baseline}", "--unchanged=-1"], "must not be negative"),
+        (["--baseline={baseline}", "--unchanged=0"], "nothing to do"),
+        (["--baseline={baseline}", "--stored", "--json={baseline}"], "is one of the files that are read"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, capsys: Any) -> None:
@@ -186,8 +229,9 @@ def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, caps
 
 
 def test_a_run_that_leaves_nothing_is_one_line(baseline: Path, tmp_path: Path, capsys: Any) -> None:
-    """The last line that pytest said is in it."""
+    """The error that pytest said is in it, and all that it said is kept."""
     words = [f"--baseline={baseline}", "--unchanged=1", f"--folder={tmp_path}", "--", "--device=cpu", "--model=nobody"]
     assert main(words) == 4
-    assert "a run left no results (exit code 4)" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["baseline.json"]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("benches.calibrate: ")]
+    assert f"a run left no results (exit code 4, see {tmp_path / 'unchanged0.log'}): ERROR: unknown model" in line
+    assert "ERROR: unknown model" in (tmp_path / "unchanged0.log").read_text()

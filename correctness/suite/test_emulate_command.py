@@ -177,7 +177,7 @@ class TestRefusals:
             (("--shape", "100000x100000x100000"), "its matrices have 6e+10 elements, at most 2.7e+08 fit"),
             (("--shape", "16x16x16", "--recipe", "fp8"), "argument --recipe: invalid choice: 'fp8'"),
             (("--shape", "16x16x16", "--distribution", "cauchy"), "argument --distribution: invalid choice: 'cauchy'"),
-            (("--shape", "16x16x16", "--seed", "-1"), "argument --seed: must not be negative, got -1"),
+            (("--shape", "16x16x16", "--seed", "-1"), "argument --seed: must be from 0 to 2**63 - 1, got -1"),
             (("--shape", "16x16x16", "--seed", "x"), "argument --seed: invalid _seed value: 'x'"),
             (("--shape", "16x16x16", "--recipe", "mxfp8"), "mxfp8 needs tokens to be a multiple of 32 in the forward"),
             (("--shape", "24x32x32", "--recipe", "fp8_current_scaling"), "of 16 in the backward pass, got 24"),

@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[Callable[[str], str], str]] = {
     "empty": (lambda _: "", "is empty"),
     "a letter": (lambda _: "Dear Sir,\n", "is no journal: its first line is no header"),
     "a number": (lambda _: "7\n", "is no journal: its first line is no header"),
-    "binary": (lambda _: "\x00\x01\xff\n" * 9, "is no journal: its first line is no header"),
+    "binary": (lambda _: "\x00\x01\n" * 9, "is no journal: its first line is no header"),
     "a results file": (lambda text: json.dumps(read(text).results), "is no journal: its first line is no header"),
     "an indented one": (
         lambda text: json.dumps(read(text).results, indent=4),
@@ -296,13 +296,31 @@ class TestCommand:
         assert not Path("out.json").exists()
 
     @pytest.mark.parametrize(
+        ("damage", "words"),
+        [
+            (lambda text: text.replace(b'"selected"', b'"sel\xffcted"', 1), "is not text, or damaged"),
+            (lambda text: text.replace(b'"median_s": ', b'"median_s": -', 1), "is no time"),
+        ],
+    )
+    def test_a_journal_that_is_damaged_makes_no_file(
+        self, damage: Callable[[bytes], bytes], words: str, text: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What the gate would refuse is refused here."""
+        assert damage(text.encode()) != text.encode()
+        Path("damaged.jsonl").write_bytes(damage(text.encode()))
+        assert main(["damaged.jsonl", "-o", "out.json"]) == pytest.ExitCode.USAGE_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert not Path("out.json").exists()
+
+    @pytest.mark.parametrize(
         ("source", "target", "said"),
         [
             ("gone.jsonl", "out.json", "gone.jsonl: No such file or directory"),
             ("temporary", "out.json", "temporary: Is a directory"),
             ("whole.jsonl", "gone/out.json", "gone/out.json: No such file or directory"),
             ("whole.jsonl", "temporary", "temporary: Is a directory"),
-            ("whole.jsonl", "./whole.jsonl", "whole.jsonl: is the journal itself"),
+            ("whole.jsonl", "./whole.jsonl", "whole.jsonl: is one of the files that are read"),
             pytest.param(
                 "whole.jsonl",
                 str(FULL),

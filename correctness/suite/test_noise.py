@@ -131,3 +131,12 @@ def test_every_case_s_medians_can_be_kept(tmp_path: Path, capsys: pytest.Capture
     (kept,) = json.loads((tmp_path / "out.json").read_text())
     assert (kept["case"], kept["runs_s"]) == (CASES[0].id, [0.1, 0.3])
     assert "2 processes" in capsys.readouterr().out
+
+
+def test_cases_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was killed would hide that it lacks most of them."""
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, medians in zip(paths, ((0.1, 0.2, 0.3), (0.1,)), strict=True):
+        path.write_text(json.dumps(run(*medians)))
+    assert main([str(path) for path in paths]) == 0
+    assert f"not in all runs, so left out: 2 cases, {min(one.id for one in CASES[1:3])}, ..." in capsys.readouterr().out

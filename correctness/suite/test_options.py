@@ -67,6 +67,15 @@ class TestErrors:
             pytest.param(["--gate-strict"], ["--benchmark-compare"], id="strict about nothing"),
             pytest.param(["--benchmark-compare", "--benchmark-disable"], ["--benchmark-disable"], id="disabled gate"),
             pytest.param(["--benchmark-compare", "-n2"], ["-n"], id="gate in parallel"),
+            pytest.param(["--benchmark-json=a.json", "-n2"], ["--benchmark-json", "-n"], id="results in parallel"),
+            pytest.param(["--benchmark-compare-fail=min:5%"], ["needs --benchmark-compare"], id="nothing to compare"),
+            pytest.param(["--benchmark-storage=ftp://x"], ["--benchmark-storage=ftp://x"], id="storage"),
+            pytest.param(["--benchmark-storage=/dev/null", "--benchmark-autosave"], ["no folder"], id="no folder"),
+            pytest.param([f"--benchmark-compare={ROOT}"], ["there is no such file"], id="folder"),
+            pytest.param([f"--benchmark-compare={ROOT / 'pytest.ini'}"], ["pytest.ini: is not JSON"], id="no JSON"),
+            pytest.param(
+                [f"--benchmark-compare={H200}", f"--benchmark-json={H200}"], ["reads the same file"], id="same file"
+            ),
         ],
     )
     def test_one_line_says_what_would_be_right(self, options: list[str], words: list[str]) -> None:
@@ -82,7 +91,10 @@ class TestErrors:
         ("options", "words"),
         [
             (["--benchmark-compare=nowhere.json"], "--benchmark-compare=nowhere.json: there is no such file"),
-            (["--benchmark-compare", "--benchmark-storage={folder}"], "no baseline of this machine is stored"),
+            (
+                ["--benchmark-compare", "--benchmark-storage={folder}"],
+                "--benchmark-compare: no baseline of this machine is stored",
+            ),
         ],
     )
     def test_a_baseline_that_is_not_there_ends_the_run_before_it_measures(
@@ -92,9 +104,8 @@ class TestErrors:
         if "{folder}" in options[-1] and list((ROOT / ".benchmarks").glob("cpu-*/*.json")):
             pytest.skip("this checkout has a baseline of a CPU, maybe this one")
         done = suite(*QUICK, *(option.format(folder=tmp_path) for option in options))
-        assert done.returncode == pytest.ExitCode.USAGE_ERROR
-        assert done.stdout == ""
-        assert words in done.stderr.splitlines()[-2]
+        assert (done.returncode, done.stdout) == (pytest.ExitCode.USAGE_ERROR, "")
+        assert done.stderr.strip().startswith(f"ERROR: {words}")
 
     def test_a_gpu_that_is_not_there_is_one_line_and_not_a_failure_per_case(self) -> None:
         """--device=cuda where the driver offers no GPU; what would run can still be listed."""

@@ -89,6 +89,13 @@ def test_host_time_is_the_host_s() -> None:
     assert MS < 0.005
 
 
+@pytest.mark.parametrize("size", ["+1000001us", "host+9999999us", "1001%"])
+def test_what_would_never_end_is_refused(size: str) -> None:
+    """A second in each round is long enough to be seen."""
+    with pytest.raises(ValueError, match="is the most"):
+        parse(f"x={size}")
+
+
 def test_a_run_with_a_plant_says_so(tmp_path: Path) -> None:
     """In the header, at the end and in the file; and a plant that matches nothing is refused."""
     command = [sys.executable, "-m", "pytest", "benches", *PLUGINS, "--device=cpu", "--model=tiny"]

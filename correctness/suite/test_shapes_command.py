@@ -44,11 +44,11 @@ def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[st
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command says to wrong arguments: exit code 2, nothing on stdout, one line on stderr."""
+    """What the command says to wrong arguments: exit code 4, nothing on stdout, one line on stderr."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     captured = capsys.readouterr()
-    assert (caught.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert (caught.value.code, captured.out, captured.err.count("\n")) == (4, "", 1)
     return captured.err
 
 
@@ -211,7 +211,7 @@ class TestRefusals:
     def test_wrong_input_is_refused_in_one_line(
         self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
     ) -> None:
-        """Exit code 2, as argparse has it."""
+        """Exit code 4, as pytest has it."""
         line = refusal(capsys, *arguments)
         assert line.startswith("python -m shapes: error: ")
         assert message in line
