@@ -94,7 +94,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}") if abs(value) < 1e6 else round(value, 3)
     if isinstance(value, dict):
         return {name: _rounded(part) for name, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list) else value
+    return [_rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 if __name__ == "__main__":

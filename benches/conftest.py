@@ -13,6 +13,7 @@ import pytest
 from benches.harness.accuracy import References
 from benches.harness.controls import Controls
 from benches.harness.plugin import now
+from benches.harness.safety import measures
 from benches.harness.stash import GATE, PLANTS, RESULTS, SELECTION, spending
 from benches.harness.stopwatch import FEWEST_ROUNDS, Limits
 from benches.harness.timeline import CudaTimeline, Timeline
@@ -77,14 +78,14 @@ def _shared(request: pytest.FixtureRequest, key: tuple[str, ...], reason: str | 
     if reason:
         pytest.skip(reason)
     build = partial(_with_plants, build, request.config.stash[PLANTS])
-    if not request.config.getoption("benchmark_disable"):
+    if measures(request.config):
         controls = request.getfixturevalue("controls")
         with spending(request.config, "controls"):
             controls.take_if_due()
     with spending(request.config, "building"):
         shared = request.getfixturevalue("workbench").get(key, build, keeps_traces(request.config))
     keeper = request.config.stash[GATE]
-    if keeper.judges and not request.config.getoption("benchmark_disable"):
+    if keeper.judges and measures(request.config):
         keeper.builders[shared.key] = build
         request.getfixturevalue("second_look")
     return shared

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -155,7 +155,6 @@ def test_every_bfloat16_rounds_as_in_ml_dtypes(name: str) -> None:
 
 @each_element
 @given(x=st.lists(st.floats(width=32), min_size=1, max_size=50))
-@settings(deadline=None)
 def test_any_float_rounds_as_in_ml_dtypes(name: str, x: list[float]) -> None:
     """Floats of Hypothesis' choice round as in ml_dtypes."""
     values = np.array(x, dtype=np.float32)
@@ -188,7 +187,6 @@ def test_rounding_saturates_and_keeps_nan_where_there_is_one(name: str) -> None:
 
 
 @given(x=st.floats(min_value=0, width=32, allow_infinity=False))
-@settings(deadline=None)
 def test_e8m0_rounds_up_to_the_next_power_of_two(x: float) -> None:
     """The result is the smallest E8M0 value that is not below, or the largest one there is."""
     values = all_values("e8m0")
@@ -214,7 +212,6 @@ def test_e8m0_saturates_and_keeps_nan() -> None:
 
 
 @given(x=st.floats(min_value=float(np.finfo(np.float32).tiny), width=32, allow_infinity=False))
-@settings(deadline=None)
 def test_power_of_two_below_is_the_exponent(x: float) -> None:
     """The largest power of two not above x, for every normal float."""
     assert power_of_two_below(torch.tensor([x])).item() == 2.0 ** (math.frexp(x)[1] - 1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.linalg import hadamard
 from torch import Tensor
@@ -169,7 +169,6 @@ def test_per_tensor_scale_maps_the_maximum_to_the_largest_value() -> None:
 
 
 @given(exponent=st.integers(-60, 60), seed=st.integers(0, 1000))
-@settings(deadline=None)
 def test_per_tensor_current_scaling_does_not_see_powers_of_two(exponent: int, seed: int) -> None:
     """x times a power of two has the same quantized values, and an inverse scale larger by that power."""
     x, factor = randn(16, 32, seed=seed), 2.0**exponent
@@ -506,7 +505,6 @@ def steps_by_hand(
     margin=st.integers(0, 3),
     element=st.sampled_from(["e4m3", "e5m2"]),
 )
-@settings(deadline=None)
 def test_delayed_scale_step_by_step(
     maxima: list[float], length: int, most_recent: bool, margin: int, element: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which precision recipes there are, as a table: formats, scaling granularity, hardware, alignment."""
+"""Which precision recipes there are, as a table: formats, scaling granularity, alignment."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Recipe:
     """A precision recipe.
 
     `align` are divisors, forward and backward, for (tokens, in_features, out_features): a linear whose sizes are
-    no multiples cannot run. `capability` is the range [from, below) of CUDA compute capabilities.
-    `scale` is the format of a scale, `history` how many earlier maxima a delayed scale looks back on.
+    no multiples cannot run. Which GPU can run it TE says. `scale` is the format of a scale, `history` how many earlier
+    maxima a delayed scale looks back on.
     """
 
     id: str
@@ -37,10 +37,8 @@ class Recipe:
     weight: Operand
     gradient: Operand
     scale: str | None
-    capability: tuple[tuple[int, int], tuple[int, int]]
     align_forward: tuple[int, int, int] = (1, 1, 1)
     align_backward: tuple[int, int, int] = (1, 1, 1)
-    can_prequantize: bool = False
     compute_dtype: str = "bfloat16"
     history: int = 0
     default: bool = True
@@ -68,7 +66,6 @@ class Recipe:
         return None
 
 
-_ANY = ((0, 0), (99, 0))
 _BF16, _FP16 = Operand("bf16"), Operand("fp16")
 
 # What the two recipes with one scale per tensor share.
@@ -78,20 +75,18 @@ _FP8_PER_TENSOR = Recipe(
     weight=Operand("e4m3", TENSOR),
     gradient=Operand("e5m2", TENSOR),
     scale="float32",
-    capability=((8, 9), (99, 0)),
     align_forward=(8, 16, 8),
     align_backward=(16, 16, 16),
-    can_prequantize=True,
 )
 
-# Formats, granularity and split of hardware: transformer_engine/common/recipe/__init__.py and
+# Formats and granularity: transformer_engine/common/recipe/__init__.py and
 # transformer_engine/pytorch/quantization.py of TE 2.20.2. Alignment: the checks of TE's modules (forward) and of
 # its cuBLASLt calls (backward: the contracted dimension is then tokens or out_features).
 RECIPES: dict[str, Recipe] = {
     recipe.id: recipe
     for recipe in (
-        Recipe("bf16", _BF16, _BF16, _BF16, None, _ANY),
-        Recipe("fp16", _FP16, _FP16, _FP16, None, _ANY, compute_dtype="float16", default=False),
+        Recipe("bf16", _BF16, _BF16, _BF16, None),
+        Recipe("fp16", _FP16, _FP16, _FP16, None, compute_dtype="float16", default=False),
         replace(_FP8_PER_TENSOR, id="fp8_delayed_scaling", history=1024),
         replace(_FP8_PER_TENSOR, id="fp8_current_scaling"),
         Recipe(
@@ -100,10 +95,8 @@ RECIPES: dict[str, Recipe] = {
             weight=Operand("e4m3", (128, 128)),
             gradient=Operand("e4m3", (1, 128)),
             scale="power of two",
-            capability=((9, 0), (99, 0)),
             align_forward=(8, 16, 8),
             align_backward=(16, 16, 16),
-            can_prequantize=True,
         ),
         Recipe(
             "mxfp8",
@@ -111,10 +104,8 @@ RECIPES: dict[str, Recipe] = {
             weight=Operand("e4m3", (1, 32)),
             gradient=Operand("e4m3", (1, 32)),
             scale="e8m0",
-            capability=((10, 0), (12, 0)),
             align_forward=(32, 32, 32),
             align_backward=(32, 32, 32),
-            can_prequantize=True,
         ),
         Recipe(
             "nvfp4",
@@ -122,10 +113,8 @@ RECIPES: dict[str, Recipe] = {
             weight=Operand("e2m1", (16, 16)),
             gradient=Operand("e2m1", (1, 16)),
             scale="e4m3 and float32",
-            capability=((10, 0), (99, 0)),
             align_forward=(16, 16, 16),
             align_backward=(16, 16, 16),
-            can_prequantize=True,
         ),
     )
 }

@@ -1,7 +1,4 @@
-"""The GPU's clocks, power, temperature and throttling while something is measured, asked through NVML.
-
-A results file's reader needs this file too, for its words: it imports neither torch nor pytest.
-"""
+"""The GPU's clocks, power, temperature and throttling while something is measured, asked through NVML."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ REASONS = {
     "hw_power_brake": 0x80,
     "display_clock": 0x100,
 }
-NO_THROTTLING = {"gpu_idle", "applications_clocks", "display_clock"}  # nothing to do, or clocks that somebody set
 DISTURBANCES = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake")
 FULL_CLOCK = 0.99  # of the maximum: an H200 that nothing holds back runs at 1965 to 1980 of 1980 MHz
 
@@ -162,14 +158,3 @@ def throttled(report: Mapping[str, Any], max_sm_clock_mhz: float | None, short: 
     if not (short and capped and clock and max_sm_clock_mhz) or clock["median"] >= FULL_CLOCK * max_sm_clock_mhz:
         return None
     return f"{_shares({'sw_power_cap': capped})}, at {clock['median']:.0f} instead of {max_sm_clock_mhz:.0f} MHz"
-
-
-def describe(report: Mapping[str, Any]) -> str:
-    """Medians and throttling in a few words: `1965 MHz, 260 W, 42 C, sw_power_cap in 30 % of samples`."""
-    if "absent" in report:
-        return f"unknown ({report['absent']})"
-    units = {"sm_clock_mhz": "MHz", "power_w": "W", "temperature_c": "C"}
-    words = [f"{report[name]['median']:.0f} {unit}" for name, unit in units.items() if name in report]
-    reasons = report.get("throttle_reasons", {})
-    throttling = {name: share for name, share in reasons.items() if name not in NO_THROTTLING}
-    return ", ".join([*words, *([_shares(throttling)] if throttling else [])]) or "nothing that NVML tells"

@@ -57,7 +57,9 @@ def parse(text: str) -> Plant:
 def planted(
     program: Program, plants: Sequence[Plant], names: Mapping[str, Sequence[str]], timeline: Timeline | None
 ) -> Program:
-    """The program with the work of those plants that match one of a segment's names added at the segment's end.
+    """The program with the work of those plants that match one of a segment's names.
+
+    The host's comes before the segment's own, the device's after it.
 
     On a GPU device work is a kernel that spins; on a CPU, where `timeline` is None, the host is kept busy. What a spin
     of no length costs, some 2 us on an H200, is a part of what was asked for: less than that cannot be planted.

@@ -243,22 +243,24 @@ def _boards_apart(before: Centre, now: Centre) -> Array:
     return sum(((now.shares.get(one, nothing) - before.shares.get(one, nothing)) ** 2 for one in boards), nothing)
 
 
-def between_boards(before: Table, stated: Array, kinds: NDArray[np.str_]) -> Array:
+def between_boards(before: Table, noise: Array, stated: Array, kinds: NDArray[np.str_]) -> Array:
     """Variance of a board's part in each case: as stated, and where `before` has several boards, as its cases show.
 
-    `before` is corrected for its controls, `kinds` are regimes and bands of times. The stated variance counts as much
-    as one board.
+    `before` is corrected for its controls, `noise` the variance of one run, which is in the boards' middles too, and
+    `kinds` are regimes and bands of times. The stated variance counts as much as one board.
     """
     boards = np.unique(before.boards)
     variance = stated**2
     if len(boards) < 2:
         return variance
-    middles = np.stack([middle(before.logs[:, before.boards == board])[0] for board in boards])
+    parts = [middle(before.logs[:, before.boards == board]) for board in boards]
+    middles = np.stack([logs for logs, _ in parts])
+    of_noise = noise * np.mean([median_variance(count) for _, count in parts], axis=0)
     seen = np.isfinite(middles).all(axis=0)
     for kind in np.unique(kinds):
         rows = (kinds == kind) & seen
         if rows.any():
-            found = float(middles[:, rows].var(axis=0, ddof=1).mean())
+            found = max(float((middles[:, rows].var(axis=0, ddof=1) - of_noise[rows]).mean()), 0.0)
             variance = np.where(kinds == kind, (stated**2 + (len(boards) - 1) * found) / len(boards), variance)
     return variance
 
@@ -286,11 +288,10 @@ def compare(
     variance, df = within_boards(before, now)
     moderated = moderate(Scatter(keys, rounded(variance, np.exp(was.log_s)), df), others, stated)
     moderated = _at_least_as_they_differ(moderated, keys, difference, factor)
-    boards = (
-        between_boards(_corrected(before, controls), apart, bands) + (NO_CONTROL_DEVIATION * shift.uncontrolled) ** 2
-    )
+    of_boards = between_boards(_corrected(before, controls), moderated.variance, apart, bands)
+    of_boards += (NO_CONTROL_DEVIATION * shift.uncontrolled) ** 2
     variances = np.stack(
-        [moderated.variance * factor, shift.control, shift.following, boards * _boards_apart(was, found)]
+        [moderated.variance * factor, shift.control, shift.following, of_boards * _boards_apart(was, found)]
     )
     all_df = np.stack([moderated.df, shift.control_df, np.full(len(keys), STATED_DF), np.full(len(keys), STATED_DF)])
     return Comparison(

@@ -39,6 +39,7 @@ from benches.judging.comparison import (
     host_floor,
     of_the_board,
     time_floor,
+    within_boards,
 )
 from benches.judging.differences import (
     Change,
@@ -49,7 +50,7 @@ from benches.judging.differences import (
     parts_of,
     state_changes,
 )
-from benches.judging.moderation import Array, Key, Scatter, stated_deviation
+from benches.judging.moderation import Array, Key, Scatter, rounded, stated_deviation
 from benches.noise import Spread, band_of, kind_of
 from benches.report.analysis import KNOWN, launches_of
 
@@ -350,21 +351,24 @@ def scatter(spreads: Sequence[Mapping[str, Any]]) -> Scatter | None:
 
     Raises ValueError where a case has no name or no times of several runs, and whatever a list of another shape raises.
     """
-    keys: list[Key] = []
-    variance, df = [], []
-    for spread in spreads:
-        case, times_s = str(spread["case"]), tuple(float(time_s) for time_s in spread["runs_s"])
+    found: list[Spread] = []
+    for entry in spreads:
+        case, times_s = str(entry["case"]), tuple(float(time_s) for time_s in entry["runs_s"])
         axes = axes_of(case)
         kind = kind_of(case.split("/")[0], axes.get("mode"))
-        boards, launches = tuple(spread.get("boards") or ()), launches_of(spread)
-        found = Spread(case, kind, axes["regime"], times_s, boards, launches)
-        if not found.df or not all(1e-12 < time_s < 1e12 for time_s in times_s):
+        boards, launches = tuple(entry.get("boards") or ()), launches_of(entry)
+        spread = Spread(case, kind, axes["regime"], times_s, boards, launches)
+        if not spread.df or not all(1e-12 < time_s < 1e12 for time_s in times_s):
             raise ValueError(f"{case}: {list(times_s)} are not the times of several runs on a board")
-        keys.append((found.kind, found.regime, found.band))
-        squares = sum(len(own) * float(np.var(np.log(own))) for own in found.by_board())
-        variance.append(squares / found.df)
-        df.append(float(found.df))
-    return Scatter(keys, np.array(variance), np.array(df)) if keys else None
+        found.append(spread)
+    if not found:
+        return None
+    parts = [
+        within_boards(Table(np.log([one.runs_s]), np.array(one.boards or [""] * len(one.runs_s)))) for one in found
+    ]
+    variance, df = (np.concatenate(part) for part in zip(*parts, strict=True))
+    keys = [(one.kind, one.regime, one.band) for one in found]
+    return Scatter(keys, rounded(variance, np.array([one.mean_s for one in found])), df)
 
 
 # --- verdicts ----------------------------------------------------------------------------------------------------

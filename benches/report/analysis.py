@@ -73,11 +73,14 @@ class Measurement(Generic[Case]):
 
     @property
     def uncertainty(self) -> float | None:
-        """The farther end of the median's 95 % interval, as a fraction of the median; None without an interval."""
+        """Half of the median's 95 % interval, as a fraction of the median; None without an interval.
+
+        Of a case that two to five runs have, this interval is what their medians span.
+        """
         if self.interval_s is None:
             return None
         low, high = self.interval_s
-        return max(self.median_s - low, high - self.median_s) / self.median_s
+        return (high - low) / 2 / self.median_s
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _draw_layers(axes: Axes, table: LayerTable) -> None:
     axes.margins(x=0.2)  # room for the labels
     over = f", speedup over {REFERENCE_NAMES.get(reference, reference)} in {REFERENCE_RECIPE}" if reference else ""
     axes.set_title(f"Layer, regime {table.regime}\nforward_backward in {unit}{over}", **TITLE)
-    launch_bound = any(row.launch_bound for row in table.rows)
+    launch_bound = any("forward_backward" in row.launch_bound for row in table.rows)
     axes.set_xlabel(f"time, {unit}" + (f" ({MARK} launch-bound)" if launch_bound else ""))
     _legend(axes, drawn)
 
@@ -120,7 +120,7 @@ def _layer_label(row: LayerRow, reference: str | None, unit: str) -> str:
     speedup = row.speedups[reference] if reference else None
     texts = [significant(both * UNITS[unit], TIME_DIGITS)] if both else []
     texts += [times(speedup)] if speedup else []
-    return "  ".join(texts) + (MARK if row.launch_bound else "")
+    return "  ".join(texts) + (MARK if "forward_backward" in row.launch_bound else "")
 
 
 def _reference_stage(table: LayerTable) -> str | None:

@@ -193,8 +193,8 @@ def _layer_tables(table: LayerTable, page: Page, runs: int) -> list[str]:
         *(f"over~{stage.replace('_', '_~')}~{REFERENCE_RECIPE}" for stage in table.references),
         *(f"error~{label}" for label in (ERRORS.values() if with_errors else ())),
     ]
-    half = "half of what the runs' medians of forward_backward span" if runs > 1 else HALF_INTERVAL
-    parts = [f"Layer in {unit}, regime {table.regime}. +-: {half}."]
+    of_few = ", of 2 to 5 runs half of what they span" if runs > 1 else ""
+    parts = [f"Layer in {unit}, regime {table.regime}. +-: {HALF_INTERVAL}{of_few}."]
     if table.references:
         parts.append(f"Speedups: of forward_backward over {REFERENCE_RECIPE} stages.")
     if with_errors:

@@ -95,8 +95,9 @@ class TestPooling:
         """By order statistics, so with fewer than six there is none, and their range is given."""
         entry = case_of(pool(runs(5)), FIRST)
         assert entry["extra_info"]["interval_s"] == (entry["stats"]["min"], entry["stats"]["max"])
-        low, high = case_of(pool(runs(6)), FIRST)["extra_info"]["interval_s"]
-        assert low < case_of(pool(runs(6)), FIRST)["stats"]["median"] < high
+        entry = case_of(pool(runs(12)), FIRST)
+        low, high = entry["extra_info"]["interval_s"]
+        assert entry["stats"]["min"] < low < entry["stats"]["median"] < high < entry["stats"]["max"]
 
     def test_seconds_are_those_of_all_runs(self) -> None:
         """What measuring took, five times."""
@@ -211,6 +212,12 @@ class TestCommand:
         assert Path(STORED).read_text() == old
         assert self.called("--replace", "-o", "run0.json", files=more) == 4
         assert "run0.json: is one of the files that are read" in capsys.readouterr().err
+
+    def test_figures_have_six_digits(self) -> None:
+        """Also those of an interval; the rest nobody compares."""
+        self.called(files=runs(7))
+        numbers = json.loads(Path(STORED).read_text(), parse_float=str)["benchmarks"][0]["extra_info"]["interval_s"]
+        assert [len(number.lstrip("0.")) <= 6 for number in numbers] == [True, True]
 
     def test_a_new_version_of_te_is_compared_with_the_old_one(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A regression must not become the baseline unseen."""

@@ -399,6 +399,20 @@ def must_not_ask(recipe: str) -> str | None:
 class TestSupport:
     """Why a case cannot run."""
 
+    @pytest.mark.parametrize("recipe", ["fp8_delayed_scaling", "fp8_current_scaling", "fp8_block_scaling"])
+    @pytest.mark.parametrize(
+        ("sizes", "reason"),
+        [
+            ((8, 32, 32), "needs tokens to be a multiple of 16 in the backward pass, got 8"),
+            ((16, 32, 24), "needs out_features to be a multiple of 16 in the backward pass, got 24"),
+            ((16, 32, 20), "needs out_features to be a multiple of 8 in the forward pass, got 20"),
+            ((16, 24, 32), "needs in_features to be a multiple of 16 in the forward pass, got 24"),
+        ],
+    )
+    def test_what_passes_forward_can_fail_backward(self, recipe: str, sizes: tuple[int, int, int], reason: str) -> None:
+        """TE's modules ask for less than the products of the backward pass need."""
+        assert RECIPES[recipe].misaligned(*sizes) == f"{recipe} {reason}"
+
     @pytest.mark.parametrize(
         ("arguments", "reason"),
         [

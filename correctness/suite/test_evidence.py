@@ -15,7 +15,8 @@ from benches.harness.measurements import GemmMeasurement, LayerMeasurement
 from benches.harness.stopwatch import REGIMES, Limits, Stopwatch
 from benches.harness.timeline import CudaTimeline, TraceError, split_at_spins
 from correctness.suite.fake_timeline import MS, TICK, FakeTimeline
-from shapes.backends.executed import ExecutedGemm, differences, planned_gemms
+from shapes.backends.build import GemmSteps
+from shapes.backends.executed import ExecutedGemm, differences, planned_gemms, record_matmuls
 from shapes.cases import LayerCase, support
 from shapes.gemms import layer_linears
 from shapes.models import MODELS
@@ -220,6 +221,31 @@ def test_single_gemms_are_the_planned_ones(device: str, recipe: str) -> None:
     evidence = GemmMeasurement(layer_linears(TINY), recipe, device, timeline, LIMITS).evidence()
     counts = {name: len(part.gemms) for name, part in evidence.parts.items()}
     assert counts == {name: int("quantize" not in name) for name in counts}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block_scaling"])
+def test_the_sweep_is_in_the_order_of_a_layer(recipe: str) -> None:
+    """Forward from the first linear to the last, backward from the last to the first; quantizations before GEMMs."""
+    sweep = GemmSteps(layer_linears(TINY), RECIPES[recipe], "cpu").in_layer()
+    names = [segment.name for segment in sweep.segments]
+    gemms = [name for name in names if "quantize" not in name]
+    linears = ["qkv", "attn_out", "mlp_up", "mlp_down"]
+    forward = [f"{linear}/fprop" for linear in linears]
+    backward = [f"{linear}/{pass_name}" for linear in reversed(linears) for pass_name in ("dgrad", "wgrad")]
+    assert gemms == forward + backward
+    if recipe != "bf16":
+        assert names[:3] == ["qkv/quantize_x", "qkv/quantize_w", "qkv/fprop"]
+        assert names[12:15] == ["mlp_down/quantize_dy", "mlp_down/dgrad", "mlp_down/wgrad"]
+
+
+def test_products_of_linears_with_a_bias_are_seen() -> None:
+    """Their sizes are those of the factors, not of the bias."""
+    import torch
+
+    linear = torch.nn.Linear(16, 32)
+    with record_matmuls() as seen:
+        linear(torch.ones(8, 16)).sum().backward()
+    assert [(gemm.m, gemm.n, gemm.k) for gemm in seen] == [(8, 32, 16), (32, 16, 8)]
 
 
 def test_emulation_that_does_not_run_is_caught() -> None:

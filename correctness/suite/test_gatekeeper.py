@@ -152,6 +152,14 @@ class TestBaseline:
             Gatekeeper(strict=False).add(raw, "some file")
 
 
+def test_a_run_that_could_not_be_judged_does_not_pass() -> None:
+    """It has nothing of the baseline's."""
+    found = keeper()
+    found.judge(results(*[0.01] * 3) | {"benchmarks": []})
+    assert found.exit_code() == 1
+    assert "not judged: " in found.report()
+
+
 def test_without_a_comparison_nothing_is_judged() -> None:
     """And nothing fails."""
     found = Gatekeeper(strict=True)

@@ -13,12 +13,15 @@ from benches.harness import controls
 from benches.judging.baselines import pool, read, together
 from benches.judging.comparison import (
     MEDIAN_VARIANCE,
+    Comparison,
     Controls,
     Table,
+    between_boards,
     centre,
     compare,
     decide,
     holm,
+    host_floor,
     median_variance,
     middle,
     of_the_board,
@@ -26,7 +29,7 @@ from benches.judging.comparison import (
     within_boards,
 )
 from benches.judging.judge import LAUNCHES, VERDICTS, Finding, Outcome, judge, scatter
-from benches.judging.moderation import Scatter, fit_prior, moderate, rounded
+from benches.judging.moderation import Scatter, fit_prior, moderate, rounded, stated_deviation
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, noisy, results, runs
 
 FIRST, SECOND, THIRD = CASES[:3]
@@ -169,6 +172,16 @@ class TestBaselineOfOneRun:
         with pytest.raises(ValueError, match="not the times of several runs"):
             scatter([{"case": FIRST, "runs_s": [1e-3]}])
         assert scatter([]) is None
+
+    def test_equal_times_of_a_noise_file_are_no_reason_to_learn_nothing_from_the_others(self) -> None:
+        """Medians of short kernels are often equal to the tick of the clock."""
+        times = np.random.default_rng(1).normal(14e-6, 0.1e-6, (20, 5))
+        times[0] = 14e-6
+        found = scatter([{"case": case, "runs_s": list(row)} for case, row in zip(CASES, times, strict=False)])
+        assert found is not None
+        assert found.df == pytest.approx(np.full(20, 4.0))
+        assert found.variance[1:] == pytest.approx(np.log(times[1:]).var(axis=1, ddof=1))
+        assert fit_prior(found.variance, found.df)[1] > 1.0
 
     def test_differences_of_the_suite_show_that_it_is_noisier_than_stated(self) -> None:
         """Twelve cases that scatter by 3 % are no alarm, though 0.1 % is stated."""
@@ -350,6 +363,18 @@ class TestChanged:
 
         assert of(gate(changed(blind)), FIRST).verdict == "SAME"
 
+    def test_an_attention_backend_that_nobody_told_is_not_compared(self) -> None:
+        """A results file without evidence has none."""
+        assert of(gate(changed(lambda case: case.ran({}))), FIRST).verdict == "SAME"
+
+    def test_what_is_too_noisy_to_tell_can_have_changed(self) -> None:
+        """What ran is compared exactly, whatever the times do."""
+        noisy_one = slowed(1.0, seed=3)
+        noisy_one["benchmarks"][0]["extra_info"]["launches"] = 9
+        outcome = gate(noisy_one, pool(runs(5, noise=0.05)))
+        assert of(outcome, FIRST).verdict == "CHANGED"
+        assert outcome.counts["UNRESOLVED"] == len(TIMES) - 1
+
     def test_host_time_that_is_a_tenth_more_is_nothing(self) -> None:
         """It differs by that much anyway."""
         assert of(gate(changed(lambda case: case.extra.update(host_median_s=1.1e-4))), FIRST).verdict == "SAME"
@@ -369,11 +394,14 @@ class TestReasons:
     def test_kernels_are_matched_by_name_and_then_by_category(self) -> None:
         """Replaced, added, removed, grown; what grew by little is not named."""
         before = [kernel("a"), kernel("softmax", "attention"), kernel("grown", "norm"), kernel("little", "norm")]
+        before += [kernel("short", "norm", device_s=1e-6), kernel("twice", "norm"), kernel("twice", "norm")]
         now = [
             kernel("b", device_s=1.05e-3),
             kernel("cast", "quantize"),
             kernel("grown", "norm", device_s=1.04e-3),
-            kernel("little", "norm", device_s=1.0001e-3),
+            kernel("little", "norm", device_s=1.015e-3),
+            kernel("short", "norm", device_s=1.5e-6),  # half as long again, and no part of what the case got slower by
+            kernel("twice", "norm", count=2, device_s=2e-3),
         ]
         baseline = pool(runs(5))
         file = slowed(1.05)
@@ -617,6 +645,122 @@ class TestStatistics:
         stated, keys = np.full(2, 0.1), [("layer", "rested", "100 us and more")] * 2
         error = compare(before, now, keys, stated, stated, controls).error
         assert error[0] > 50 * error[1]
+
+
+BAND = "100 us and more"
+
+
+def handmade(regime: str) -> tuple[Table, Table, Controls]:
+    """Three cases on boards a, b and c: two controls, one of them or none stands for them."""
+    draws = np.random.default_rng(11)
+    boards, board = np.array(["a", "a", "a", "b", "b"]), np.array(["c"])
+    before = Table(1e-3 * draws.standard_normal((3, 5)) + 0.01 * (boards == "b"), boards)
+    now = Table(1e-3 * draws.standard_normal((3, 1)) + 0.02, board)
+    was = Table(2e-3 * draws.standard_normal((2, 5)) + np.array([[0.004], [-0.003]]) * (boards == "b"), boards)
+    found = Table(np.array([[0.011], [-0.016]]), board)
+    assert regime in ("rested", "in_layer", "sustained")
+    return before, now, Controls(was, found, np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(("regime", "following"), [("rested", 0.3), ("in_layer", 0.3), ("sustained", 0.5)])
+def test_the_error_is_the_root_of_its_four_parts(regime: str, following: float) -> None:
+    """Written out: runs, controls, how well cases follow them, and boards; so are difference and degrees of freedom."""
+    before, now, controls = handmade(regime)
+    apart = 0.004
+    found = compare(before, now, [("layer", regime, BAND)] * 3, np.full(3, 1.0), np.full(3, apart), controls)
+    a, b = before.logs[:, :3], before.logs[:, 3:]
+    variance = (2 * a.var(axis=1, ddof=1) + b.var(axis=1, ddof=1)) / 3  # three cases are too few to borrow from
+    of_boards = 0.4487 / 4 + 0.5 / 4  # median_variance of three and of two runs, half of the weight each
+    weights, (of_a, of_b) = controls.weights, (controls.before.logs[:, :3], controls.before.logs[:, 3:])
+    levels = np.stack([np.median(of_a, axis=1), np.median(of_b, axis=1)])
+    shifts = weights * (controls.now.logs[:, 0] - levels.mean(axis=0))
+    of_controls = (4 * 0.001**2 + 2 * of_a.var(axis=1, ddof=1) + of_b.var(axis=1, ddof=1)) / (4 + 3)
+    middles = np.stack([np.median(a, axis=1), np.median(b, axis=1)]) - levels @ weights.T
+    seen = (middles.var(axis=0, ddof=1) - variance * (0.4487 + 0.5) / 2).mean()
+    assert seen > 0
+    uncontrolled = 1 - weights.sum(axis=1)
+    parts = np.stack(
+        [
+            variance * (of_boards + 1),
+            (weights**2 * of_controls).sum(axis=1) * (of_boards + 1),
+            (following * np.abs(shifts).sum(axis=1)) ** 2,
+            ((apart**2 + seen) / 2 + (0.025 * uncontrolled) ** 2) * (1 + 2 * 0.5**2),
+        ]
+    )
+    assert found.difference == pytest.approx(
+        now.logs[:, 0] - (np.median(a, axis=1) + np.median(b, axis=1)) / 2 - shifts.sum(axis=1)
+    )
+    assert found.error**2 == pytest.approx(parts.sum(axis=0), rel=1e-6)
+    one, both = (weights**2 * of_controls)[:2]
+    df_of_controls = np.array([7.0, 7 * both.sum() ** 2 / (both**2).sum(), 7.0])
+    df = np.stack([np.full(3, 3.0), df_of_controls, np.full(3, 10.0), np.full(3, 10.0)])
+    assert one[1] == 0
+    assert found.df == pytest.approx(parts.sum(axis=0) ** 2 / (parts**2 / df).sum(axis=0), rel=1e-6)
+
+
+def test_boards_that_differ_by_their_runs_alone_do_not_differ() -> None:
+    """What runs differ by is counted once: of five equal boards half of what was stated is left, at most."""
+    boards = np.repeat(np.array(list("abcde")), 2)
+    logs = 0.005 * np.random.default_rng(5).standard_normal((400, 10))
+    found = between_boards(Table(logs, boards), np.full(400, 0.005**2), np.full(400, 0.002), np.array(["kind"] * 400))
+    assert np.sqrt(found).max() < 0.002
+
+
+@pytest.mark.parametrize(
+    ("key", "device", "deviation"),
+    [
+        (("layer", "rested", BAND), "cuda", 0.001),
+        (("layer", "rested", "15 to 100 us"), "cuda", 0.006),
+        (("gemm", "rested", "below 15 us"), "cuda", 0.02),
+        (("gemm", "in_layer", BAND), "cuda", 0.01),
+        (("gemm", "in_layer", "15 to 100 us"), "cuda", 0.015),
+        (("layer", "sustained", BAND), "cuda", 0.02),
+        (("layer", "rested", BAND), "cpu", 0.05),
+    ],
+)
+def test_of_one_run_the_noise_is_the_measured_one_of_its_kind(key: Any, device: str, deviation: float) -> None:
+    """As processes on H200s differed: see benches/README.md."""
+    assert stated_deviation(key, device) == deviation
+
+
+def certain(*differences: float, noise: float = 0.0, seconds: float = 1e-3) -> Comparison:
+    """Cases that differ by this much, in logs, for sure."""
+    many = len(differences)
+    nothing = np.zeros(many)
+    return Comparison(
+        before=np.full(many, np.log(seconds)),
+        now=nothing,
+        shift=nothing,
+        difference=np.array(differences),
+        error=np.full(many, 1e-6),
+        df=np.full(many, 50.0),
+        noise=np.full(many, noise),
+        stated=np.zeros(many, dtype=bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "seconds", "floor"), [(0.001, 1e-3, 0.01), (0.02, 1e-3, 0.0618), (0.001, 10e-6, 0.05)]
+)
+def test_the_floor_is_one_percent_three_times_the_noise_or_half_a_microsecond(
+    noise: float, seconds: float, floor: float
+) -> None:
+    """Whichever is largest; certain differences below it are none, in either direction."""
+    found = certain(
+        *np.log([1 + 0.95 * floor, 1 - 0.9 * floor, 1 + 1.05 * floor, 1 / (1 + 1.05 * floor)]),
+        noise=noise,
+        seconds=seconds,
+    )
+    floors = time_floor(found)
+    assert np.exp(floors) - 1 == pytest.approx(np.full(4, floor), rel=1e-3)
+    below = "SAME" if floor <= 0.05 else "UNRESOLVED"
+    assert list(decide(found, floors).verdicts) == [below, below, "SLOWER", "FASTER"]
+
+
+def test_the_floor_of_host_times_is_a_fifth() -> None:
+    """Or three times their noise."""
+    assert np.exp(host_floor(certain(0.0, noise=0.01))) == pytest.approx([1.2])
+    assert host_floor(certain(0.0, noise=0.2)) == pytest.approx([0.6])
 
 
 class TestRefusals:

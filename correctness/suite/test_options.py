@@ -155,6 +155,16 @@ sys.exit(code)
         assert [name for name in options if f"  --{name}" not in text] == []
 
 
+def test_what_disables_and_enables_measures_as_ever(tmp_path: Path) -> None:
+    """With controls before and after: --benchmark-enable is stronger."""
+    file = tmp_path / "out.json"
+    done = suite(*QUICK, "--benchmark-disable", "--benchmark-enable", f"--benchmark-json={file}", "-k", "forward")
+    assert done.returncode == 0, done.stdout
+    results = json.loads(file.read_text())
+    assert results["benchmarks"]
+    assert [one["name"] for one in results["suite"]["controls"]].count("gemm") == 2
+
+
 class TestSelecting:
     """pytest's own ways of choosing tests."""
 

@@ -1,7 +1,7 @@
 """The one file that knows Transformer Engine: recipes, layers, single GEMMs, support, and what was executed.
 
 Supports TE 2.9 and newer. TE is imported at the time of use, since its import needs a GPU.
-Names starting with an underscore are TE's own, where it offers no public way; `correctness/test_te.py` pins them.
+Names of TE that start with an underscore are used where it offers no public way: test_house_rules.py lists them.
 """
 
 from __future__ import annotations
