@@ -79,13 +79,13 @@ def check_other_rows(recipe: Recipe, x: Tensor, others: Tensor) -> None:
     assert torch.equal(*rows), f"{recipe.id}: the first row depends on others"
 
 
-def check_delayed_steps(steps: Sequence[Tensor], history: int = DELAYED.history) -> None:
-    """In each step the scale is that of the largest magnitude in the `history` steps before it, 1 in the first."""
+def check_delayed_steps(steps: Sequence[Tensor]) -> None:
+    """In each step the scale is that of the largest magnitude in the recipe's history before it, 1 in the first."""
     made = quantizer(DELAYED, "x")
     largest_finite = ELEMENTS[DELAYED.activation.element].max_finite
     seen: list[float] = []
     for number, x in enumerate(steps):
-        recent = max(seen[-history:], default=0.0)
+        recent = max(seen[-DELAYED.history :], default=0.0)
         expected = np.float32(largest_finite) / np.float32(recent) if recent else np.float32(1)
         copy = made(x)[1]
         assert copy.inverse_scale.item() == np.float32(1) / expected, f"step {number}: of {copy.inverse_scale}"

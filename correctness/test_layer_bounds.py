@@ -14,7 +14,6 @@ from shapes.models import ModelConfig
 from shapes.recipes import RECIPES, Recipe
 
 QUANTIZED = [recipe for recipe in RECIPES.values() if recipe.quantized]
-FEW = 4  # examples, since each runs a layer ten times
 
 each_recipe = pytest.mark.parametrize("recipe", QUANTIZED, ids=lambda recipe: recipe.id)
 

@@ -76,6 +76,9 @@ class GemmCase(_Case):
     linear: str
 
 
+KINDS: dict[str, type[LayerCase | GemmCase]] = {kind.kind: kind for kind in (LayerCase, GemmCase)}
+
+
 def _only_emulated(stage: str, recipe: str, device: str) -> bool:
     """Emulation stands in for a GPU; on one its times would say nothing."""
     return device == "cuda" and STAGES[stage].backend == "torch" and RECIPES[recipe].quantized

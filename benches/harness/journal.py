@@ -187,7 +187,7 @@ def read(text: str) -> Recovered:
             raise ValueError(f"line {number}: unknown kind {kind!r}; known: {', '.join((HEADER, *KINDS, END))}")
     last = entries[-1][1] if entries else header
     try:
-        return Recovered(_results(header, found, last["spent_s"]), "end" in dict(entries), torn)
+        return Recovered(_results(header, found, last["spent_s"]), END in dict(entries), torn)
     except MALFORMED as error:
         raise ValueError(f"no usable journal ({type(error).__name__}: {error})") from None
 

@@ -24,11 +24,8 @@ from benches.harness.stash import GATE, JOURNAL, PLANTS, RESULTS, SELECTION, spe
 from benches.harness.stopwatch import Figure
 from benches.harness.workbench import attempt, free_memory, in_one_line, keeps_traces
 from benches.report.analysis import SCHEMA, analyse
-from shapes.cases import GemmCase, LayerCase, support
+from shapes.cases import KINDS, GemmCase, LayerCase, support
 from shapes.selection import Selection
-
-CASE_KINDS = (LayerCase, GemmCase)
-
 
 # --- cases -----------------------------------------------------------------------------------------------------
 
@@ -36,7 +33,7 @@ CASE_KINDS = (LayerCase, GemmCase)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for all axes of a kind of case gets every selected case of that kind."""
     selection = metafunc.config.stash[SELECTION]
-    for kind in CASE_KINDS:
+    for kind in KINDS.values():
         if set(kind.axes) <= set(metafunc.fixturenames):
             cases: Sequence[LayerCase | GemmCase] = (
                 selection.layer_cases() if kind is LayerCase else selection.gemm_cases()
@@ -51,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def case_of(item: pytest.Item) -> LayerCase | GemmCase | None:
     """The case that a test measures, from its parameters."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    for kind in CASE_KINDS:
+    for kind in KINDS.values():
         values: dict[str, Any] = {axis: parameters.get(axis) for axis in kind.axes}
         if all(isinstance(value, str) for value in values.values()):  # pytest's placeholder for "no case" is not
             return kind(**values)

@@ -19,9 +19,9 @@ from packaging.version import InvalidVersion, Version  # pytest has it too
 
 from benches.harness.medians import median_interval
 from benches.report.analysis import MALFORMED, SCHEMA, launches_of
-from shapes.cases import GemmCase, LayerCase
+from shapes.cases import KINDS
 
-AXES = {kind.kind: kind.axes for kind in (LayerCase, GemmCase)}
+AXES = {name: kind.axes for name, kind in KINDS.items()}
 # A baseline is of one version of what runs on the device. Drivers come with the hosts, and numpy times nothing.
 PINNED = ("torch", "transformer_engine", "cuda_runtime", "cublas", "cudnn")
 CONTROLS = ("gemm", "fp8_gemm", "copy", "short_kernels", "python")  # others are of another version of this suite

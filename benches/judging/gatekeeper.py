@@ -18,7 +18,7 @@ from benches.harness.medians import median
 from benches.harness.safety import file_storage
 from benches.harness.workbench import Workbench, in_one_line
 from benches.judging.baselines import Results, read, read_json, stored, together
-from shapes.cases import GemmCase, LayerCase
+from shapes.cases import KINDS
 
 if TYPE_CHECKING:
     from benches.judging.judge import Outcome
@@ -27,7 +27,6 @@ PAUSE_S = 0.5  # before a suspect is measured again
 AGAIN = 2  # further measurements of a suspect: two of three decide
 MOST_SUSPECTS = 40  # where more are slower, it is not the noise of one measurement
 NUMBERS = ("min", "max", "mean", "stddev", "median", "iqr", "q1", "q3", "ops", "rounds")  # that pytest-benchmark shows
-KINDS = {kind.kind: kind for kind in (LayerCase, GemmCase)}
 
 
 def choose_baseline(config: pytest.Config, device: str) -> None:

@@ -60,7 +60,7 @@ STRICTLY_FAILING = (*FAILING, "UNRESOLVED", "CHANGED")
 HOST_DEVIATIONS = {"layer": 0.15, "gemm": 0.45}  # of logs; measured over five processes, rounded up
 WORTH_NAMING = 0.1  # of what a case got slower by: kernels that grew by more
 
-DEVICE_CONTROLS = ("gemm", "fp8_gemm", "copy")
+FOLLOWED = ("gemm", "fp8_gemm", "copy")  # controls; what launches cost is taken off apart
 CONTROL_OF = {
     "gemm_bf16": "gemm",
     "gemm_other": "gemm",
@@ -273,7 +273,7 @@ def _table(results: Results, cases: Sequence[str], seconds: Callable[[Sample], f
 
 
 def _control_table(results: Results, side: int) -> Table:
-    times = [[run.controls.get(name, np.nan) for run in results.runs] for name in DEVICE_CONTROLS]
+    times = [[run.controls.get(name, np.nan) for run in results.runs] for name in FOLLOWED]
     return Table(np.log(np.array(times)), _boards(results, side))
 
 
@@ -289,15 +289,15 @@ def _key(timed: Timed, time_s: float) -> Key:
 
 
 def _weights(before: Results, now: Results, cases: Sequence[str]) -> Array:
-    """(cases, DEVICE_CONTROLS): how much of each case a control stands for, by the time of its kernels."""
+    """(cases, FOLLOWED): how much of each case a control stands for, by the time of its kernels."""
     has_fp8 = all("fp8_gemm" in run.controls for run in (*before.runs, *now.runs))
-    weights = np.zeros((len(cases), len(DEVICE_CONTROLS)))
+    weights = np.zeros((len(cases), len(FOLLOWED)))
     for row, case in enumerate(cases):
         category_s = before.timed[case].extra.get("category_s") or {}
         whole = sum(category_s.values())
         shares = {name: time_s / whole for name, time_s in category_s.items()} if whole else {}
         for control, share in _by_control(shares, _short_shares(before.timed[case]), has_fp8):
-            weights[row, DEVICE_CONTROLS.index(control)] += share
+            weights[row, FOLLOWED.index(control)] += share
     return weights
 
 

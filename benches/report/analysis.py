@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from shapes.cases import LAYER_PASSES, MODES, GemmCase, LayerCase
+from shapes.cases import KINDS, LAYER_PASSES, MODES, GemmCase, LayerCase
 from shapes.gemms import PASSES, QUANTIZATIONS, Gemm, LinearGroup, layer_linears, parse_shapes
 from shapes.models import ModelConfig
 from shapes.recipes import RECIPES
@@ -129,10 +129,6 @@ class GemmRow:
     seconds: Seconds
     launch_bound: frozenset[str]  # recipes
     errors: Mapping[str, float | None] = field(default_factory=dict)  # relative, by recipe
-
-    def tflops(self, recipe: str) -> float | None:
-        """Achieved 1e12 floating-point operations per second."""
-        return ratio(self.gemm.flops / 1e12, self.seconds[recipe])
 
 
 @dataclass(frozen=True)
@@ -310,14 +306,14 @@ def _measurements(
     """Layers and GEMMs that have a time. Benchmarks that are no cases of this suite are left out."""
     layers: dict[LayerCase, Measurement[LayerCase]] = {}
     gemms: dict[GemmCase, Measurement[GemmCase]] = {}
-    tables: dict[str, tuple[Any, Any]] = {"layer": (LayerCase, layers), "gemm": (GemmCase, gemms)}
+    tables: dict[str, Any] = {LayerCase.kind: layers, GemmCase.kind: gemms}
     for benchmark in benchmarks:
         extra = benchmark.get("extra_info") or {}
         if extra.get("kind") not in tables:
             continue
-        kind, table = tables[extra["kind"]]
+        table = tables[extra["kind"]]
         try:
-            measurement = _measurement(kind, extra, benchmark["stats"])
+            measurement: Measurement[Any] = _measurement(KINDS[extra["kind"]], extra, benchmark["stats"])
         except (KeyError, TypeError, ValueError) as error:
             problem = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"results file: benchmark {benchmark.get('name')!r}: {problem}") from None

@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benches.report.terminal import significant, unit_for
+from benches.report.terminal import TIME_DIGITS, UNITS, significant, unit_for
 
 if TYPE_CHECKING:  # it imports numpy, and this only prints
     from benches.judging.differences import Change, Kernel, Kernels
     from benches.judging.judge import Finding, Judged, Outcome
 
 FEW = 10  # cases that are listed; kernels: a third
-TIME_DIGITS = 4
 HOPELESS = 0.5  # of a slowdown that most cases could have, and it would not be found
 MANY = 10.0  # times: beyond them a figure says no more than that nothing is known
-SCALE = {"us": 1e6, "ms": 1e3}
 
 
 def seconds(time_s: float, like_s: float | None = None) -> str:
     """A time with its unit, that of `like_s` if given."""
     unit = unit_for([like_s or time_s])
-    return f"{significant(time_s * SCALE[unit], TIME_DIGITS)} {unit}"
+    return f"{significant(time_s * UNITS[unit], TIME_DIGITS)} {unit}"
 
 
 def percent(fraction: float) -> str:

@@ -24,7 +24,6 @@ from correctness.suite.test_results_schema import make_gpu_file, problems
 
 ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")
-GROWING = ("benchmarks", "evidence", "controls", "not_measured")
 
 
 # --- journals of simulated GPUs --------------------------------------------------------------------------------
