@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 # Not for a run of seconds: a cache of its own, and Hypothesis' plugin, which imports all of it to sum up nothing.
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 H200 = ROOT / "benches/baselines/nvidia-h200-sm90/te-2.20.2.json"
+XDIST = pytest.mark.skipif(not find_spec("xdist"), reason="needs pytest-xdist")
 QUICK = ("--model=tiny", "--stage=torch_sdpa", "--recipe=bf16", "--benchmark-max-time=0.05")
 
 
@@ -66,8 +68,8 @@ class TestErrors:
             pytest.param(["--shapes=8x16x32", "--sequence-length=64"], ["sequence_length", "shapes"], id="no model"),
             pytest.param(["--gate-strict"], ["--benchmark-compare"], id="strict about nothing"),
             pytest.param(["--benchmark-compare", "--benchmark-disable"], ["--benchmark-disable"], id="disabled gate"),
-            pytest.param(["--benchmark-compare", "-n2"], ["-n"], id="gate in parallel"),
-            pytest.param(["--benchmark-json=a.json", "-n2"], ["--benchmark-json", "-n"], id="results in parallel"),
+            pytest.param(["--benchmark-compare", "-n2"], ["-n"], id="gate in parallel", marks=XDIST),
+            pytest.param(["--benchmark-json=a", "-n2"], ["--benchmark-json"], id="results in parallel", marks=XDIST),
             pytest.param(["--benchmark-compare-fail=min:5%"], ["needs --benchmark-compare"], id="nothing to compare"),
             pytest.param(["--benchmark-storage=ftp://x"], ["--benchmark-storage=ftp://x"], id="storage"),
             pytest.param(["--benchmark-storage=/dev/null", "--benchmark-autosave"], ["no folder"], id="no folder"),
