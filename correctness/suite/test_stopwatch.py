@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benches.harness import stopwatch
 from benches.harness.medians import interval_ranks, median
 from benches.harness.stopwatch import (
     HOST_ROUNDS,
@@ -17,6 +18,7 @@ from benches.harness.stopwatch import (
     REGIMES,
     WARM_UP_ROUNDS,
     CpuStopwatch,
+    Figure,
     HostTooSlowError,
     Limits,
     Regime,
@@ -115,6 +117,24 @@ class TestLaunchesHidden:
         assert set(times.device_s["step"]) == {MS}
         assert times.rounds >= FEWEST
 
+    @pytest.mark.parametrize("host_s", [MS / 2, 5 * MS], ids=["fast host", "slow host"])
+    def test_no_round_is_lost_to_a_host_that_is_a_little_slower_than_at_first(self, host_s: float) -> None:
+        """By a quarter. However many rounds are in a batch, the first spin is long enough."""
+        measured = WARM_UP_ROUNDS + HOST_ROUNDS + 1
+        step = Step(
+            FakeTimeline(), {"step": (host_s, MS)}, extra_host_s=lambda number: (number > measured) * host_s / 4
+        )
+        times = measure(step, Regime(busy_s=5 * MS, rest_s=MS), Limits(min_rounds=40, max_time_s=1e6))
+        assert step.rounds == measured + times.rounds
+
+    def test_the_gpu_is_looked_at_in_an_unbroken_stream_too(self) -> None:
+        """While the device is busy and the host ahead."""
+        step = Step(FakeTimeline(), {"step": (TICK, MS)})
+        watch = Stopwatch(step.program(), step.timeline)
+        step.timeline.glances = 0
+        watch.time(SUSTAINED, [["step"]], SHORT)
+        assert step.timeline.log.count("spin") < step.timeline.glances
+
     def test_a_step_that_waits_for_the_device_is_refused_in_a_sentence(self) -> None:
         """No round of it is enqueued in time, whatever the spin."""
         timeline = FakeTimeline()
@@ -179,6 +199,11 @@ class TestSegments:
     ) -> None:
         """Of a step of one millisecond."""
         assert measure(Step(FakeTimeline(), {"step": (host_s, MS)})).figure(["step"]).launch_bound is expected
+
+    def test_launch_bound_is_a_step_that_mostly_is(self) -> None:
+        """By the medians: one fast launch of three is not enough."""
+        assert Figure([1.0] * 9, [0.5, 2.0, 2.0], precise=True).launch_bound
+        assert not Figure([1.0] * 9, [0.5, 0.5, 2.0], precise=True).launch_bound
 
     def test_launch_bound_is_said_of_a_figure_and_not_of_the_program(self) -> None:
         """One segment may be launch-bound and another of the same round not."""
@@ -336,6 +361,31 @@ class TestStopping:
         assert not Times(times.limits, {"step": samples[:look]}).figure(["step"]).precise
         # 95 % of a normal median's distribution lie within 1.96 x 1.2533 deviations / sqrt(n); half of it is generous.
         assert times.rounds > (1.96 * 1.2533 * 0.01 / 0.0025) ** 2 / 4
+
+    def test_it_looks_less_often_the_longer_it_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each look is a chance to err: no more of them than steps of an eighth lead from the first rounds to the last."""
+        looks: list[int] = []
+
+        class Counting(Times):
+            def suffice(self, figures: Any) -> bool:
+                looks.append(self.rounds)
+                return super().suffice(figures)
+
+        monkeypatch.setattr(stopwatch, "Times", Counting)
+        times = measure(Step(FakeTimeline(noise=0.02), {"step": (TICK, MS)}), limits=Limits(max_time_s=1e6))
+        assert times.rounds > 200
+        assert len(looks) <= 8 + math.log(times.rounds / 8, 1 + 1 / 8)
+
+    def test_less_confidence_takes_less_time(self) -> None:
+        """pytest-benchmark's --benchmark-confidence."""
+        rounds = [
+            measure(
+                Step(FakeTimeline(noise=0.02), {"step": (TICK, MS)}),
+                limits=Limits(max_time_s=1e6, confidence=confidence),
+            ).rounds
+            for confidence in (0.5, 0.95)
+        ]
+        assert 3 * rounds[0] < rounds[1]
 
     def test_a_noisy_step_may_need_thousands_of_rounds(self) -> None:
         """As kernels of microseconds do."""
