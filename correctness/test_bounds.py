@@ -18,6 +18,8 @@ from correctness.bounds import (
     Extras,
     Input,
     Limits,
+    _Side,
+    _variance,
     accumulation_limits,
     gemm_limits,
     hadamard_matrix,
@@ -313,3 +315,24 @@ def test_fast_accumulation_is_coarser_than_split(formats: tuple[str, str], contr
     assert fast.upper > 2 * split.upper
     assert split.upper < 3e-3
     assert fast.lower > 2.0**-24 * contracted**0.5  # more than float32 loses
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_a", "of_b"),
+    [(4, 6, 8, 0.0, 0.0), (4, 4, 4, 0.0, 0.0), (16, 8, 4, 0.0, 0.0), (8, 8, 16, 0.9, 0.0), (8, 16, 32, 0.5, 0.5)],
+)
+def test_a_product_s_norm_varies_as_derived(m: int, n: int, k: int, of_a: float, of_b: float) -> None:
+    """Of 20,000 products of normal matrices, some with an outlier that is a share of the square; two do not meet.
+
+    Within a tenth, and without outliers exactly by the part that the derivation has too much: 2 / mnk.
+    """
+    draws = np.random.default_rng(k)
+    a, b = draws.standard_normal((20_000, m, k)), draws.standard_normal((20_000, n, k))
+    for matrix, share, column in ((a, of_a, 0), (b, of_b, 1)):
+        if share:
+            matrix[:, 0, column] = math.sqrt(share / (1 - share) * matrix[0].size)
+    norms = np.square(a @ b.transpose(0, 2, 1)).sum(axis=(1, 2))
+    sides = [_Side(outer=rows, peaks=3.0, outlier=share, signs=True) for rows, share in ((m, of_a), (n, of_b))]
+    if not (of_a or of_b):
+        assert _variance(sides[0], sides[1], k) == pytest.approx(2 * (m + n + k + 2) / (m * n * k))
+    assert _variance(sides[0], sides[1], k) == pytest.approx(norms.var() / norms.mean() ** 2, rel=0.1)

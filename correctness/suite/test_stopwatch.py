@@ -363,7 +363,7 @@ class TestStopping:
         assert times.rounds > (1.96 * 1.2533 * 0.01 / 0.0025) ** 2 / 4
 
     def test_it_looks_less_often_the_longer_it_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each look is a chance to err: no more of them than steps of an eighth lead from the first rounds to the last."""
+        """Each look is a chance to err: no more than steps of an eighth that lead from the first rounds to the last."""
         looks: list[int] = []
 
         class Counting(Times):
