@@ -324,6 +324,8 @@ def _measurements(
 
 
 def _measurement(kind: type[Case], extra: Mapping[str, Any], stats: Mapping[str, Any]) -> Measurement[Case]:
+    if wrong := [axis for axis in kind.axes if not isinstance(extra[axis], str)]:
+        raise ValueError(f"{wrong[0]} {extra[wrong[0]]!r} is no name")
     case = kind(**{axis: extra[axis] for axis in kind.axes})
     for axis, known in KNOWN.items():
         if axis in kind.axes and extra[axis] not in known:

@@ -35,6 +35,13 @@ def pooled(file: dict[str, Any]) -> dict[str, Any]:
     return file | {"suite": file["suite"] | {"runs": [{}, {}]}}
 
 
+def nameless() -> dict[str, Any]:
+    """A results file whose second case is of no model."""
+    results = run(1.0, 2.0)
+    results["benchmarks"][1]["extra_info"]["model"] = None
+    return results
+
+
 def launching(launches: Any) -> dict[str, Any]:
     """A file whose case launches so many kernels."""
     file = run(1.0)
@@ -103,6 +110,7 @@ def test_lines_are_per_kind_regime_and_band() -> None:
         ([launching("3"), run(1.0)], "launches '3' is no count"),
         ([run(1.0), {"benchmarks": []}], "not a results file"),
         ([run(1.0), []], "not a results file"),
+        ([run(1.0), nameless()], "model None is no name"),
         ([run(1.0), run(0.0)], "is no time"),
         ([run(1.0), run(float("nan"))], "NaN is in it"),
         ([run(1.0), run(1.0) | {"machine_info": 5}], "not a usable results file"),
