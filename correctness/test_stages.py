@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from correctness.layer_bounds import relative_errors, run_step, same_data, spread_weights
 from shapes.backends.build import LayerStep, build_layer, copy_weights
 from shapes.cases import support
 from shapes.gemms import layer_linears
@@ -52,39 +53,16 @@ BF16_TOLERANCE = 0.02
 RELU_TOLERANCE = 0.06
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """||actual - expected|| / ||expected||."""
-    actual, expected = actual.detach().double(), expected.detach().double()
-    return float((actual - expected).norm() / expected.norm())
-
-
 def errors(step: LayerStep, reference: LayerStep) -> dict[str, float]:
-    """Relative error of the output, the input's gradient and each weight's gradient after one step of both."""
-    for each in (step, reference):
-        each.drop_gradients()
-        each.forward()
-        each.backward()
-    expected, actual = reference.gradients(), step.gradients()
-    assert expected.keys() == actual.keys() == {"x", *reference.weights}
-    assert step.y is not None
-    assert reference.y is not None
-    return {"y": relative_error(step.y, reference.y)} | {
-        name: relative_error(actual[name], expected[name]) for name in expected
-    }
+    """Relative error of the output, the input's gradient and each weight's gradient after one step of both.
 
-
-def same_data(step: LayerStep, reference: LayerStep) -> None:
-    """Give both the same weights, inputs and output gradients.
-
-    Linears get the deviation 1 / sqrt(in_features), so that attention and MLP weigh as much as the residual path.
+    On the same weights, inputs and output gradients.
     """
-    with torch.no_grad():
-        for weight in reference.weights.values():
-            if weight.dim() == 2:
-                weight.mul_(50 / weight.shape[1] ** 0.5)  # they start with a deviation of 0.02
-        copy_weights(reference, step)
-        step.x.copy_(reference.x)
-        step.dy.copy_(reference.dy)
+    spread_weights(reference)
+    same_data(step, reference)
+    expected, actual = run_step(reference), run_step(step)
+    assert expected.keys() == actual.keys() == {"y", "x", *reference.weights}
+    return relative_errors(actual, expected)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -96,7 +74,6 @@ def test_every_stage_computes_the_same_as_explicit_pytorch(stage, name, device):
         pytest.skip(reason)
     reference = build_layer(config, "torch", RECIPES["bf16"], device)
     step = build_layer(config, stage, RECIPES["bf16"], device, seed=1)
-    same_data(step, reference)
     tolerance = RELU_TOLERANCE if config.hidden_act == "relu" else BF16_TOLERANCE
     wrong = {key: error for key, error in errors(step, reference).items() if not error < tolerance}
     assert not wrong
@@ -115,7 +92,6 @@ def test_a_wrong_layer_is_told_apart(change, device):
     other = replace(config, **changes[change])
     reference = build_layer(config, "torch", RECIPES["bf16"], device)
     step = build_layer(other, "torch", RECIPES["bf16"], device)
-    same_data(step, reference)
     assert max(errors(step, reference).values()) > 2 * RELU_TOLERANCE
 
 

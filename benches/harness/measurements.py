@@ -194,21 +194,22 @@ class GemmMeasurement(SharedMeasurement):
         self.steps = GemmSteps(group, self._recipe, device)
         self._linears = [linear.name for linear in group.linears]
 
+    def _together(self, case: GemmCase) -> tuple[Sequence[str], Sequence[str]]:
+        """Linears and passes that are measured in one program: all in layer order, or one GEMM alone."""
+        return (self._linears, PASSES) if case.regime == "in_layer" else ([case.linear], [case.pass_name])
+
     def _key(self, case: GemmCase) -> Hashable:
-        return case.regime if case.regime == "in_layer" else (case.regime, case.linear, case.pass_name)
+        return case.regime, *map(tuple, self._together(case))
 
     def _measure(self, case: GemmCase) -> Times:
-        if case.regime == "in_layer":
-            program, linears, passes = self.steps.in_layer(), self._linears, list(PASSES)
-        else:
-            program, linears, passes = self._program(case), [case.linear], [case.pass_name]
+        linears, passes = self._together(case)
+        program = self.steps.in_layer() if case.regime == "in_layer" else self._program(case)
         pieces = [(self._pieces(linear, name, mode), mode) for linear in linears for name in passes for mode in MODES]
         figures = {names: SLACK.get(mode, 1.0) for names, mode in pieces if names}  # nothing is quantized for a wgrad
         return self._watch(program, case).time(REGIMES[case.regime], list(figures), self._limits, figures)
 
     def _like(self, case: GemmCase) -> list[GemmCase]:
-        alone = (case.linear,), (case.pass_name,)
-        linears, passes = (self._linears, PASSES) if case.regime == "in_layer" else alone
+        linears, passes = self._together(case)
         modes = MODES if self._recipe.quantized else MODES[:1]
         return [
             replace(case, linear=linear, pass_name=name, mode=mode)
