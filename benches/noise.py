@@ -4,7 +4,8 @@
 
 Each file is a run of its own process (`nox -s noise` makes them with the same selection). A case's spread is the
 standard deviation of its medians from run to run on one board, relative to their mean; what boards differ by is left
-out. Imports neither torch nor pytest.
+out. Beside it stands how much of that the rounds within a run explain: to measure longer helps against nothing else.
+Imports neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benches.judging.baselines import read_json
-from benches.report.analysis import MALFORMED, timed_cases
+from benches.report.analysis import MALFORMED, Measurement, timed_cases
 from benches.report.refusals import in_words, refuse
 from shapes.commands import Parser, print_text, write_text
 
@@ -50,6 +51,7 @@ class Spread:
     runs_s: tuple[float, ...]
     boards: tuple[str, ...] = ()  # none: all on one
     launches: int | None = None
+    rounds: float | None = None  # deviation of a median, relative, as the run's own rounds tell it
 
     @property
     def mean_s(self) -> float:
@@ -104,9 +106,16 @@ def spreads(runs: Sequence[Mapping[str, Any]]) -> list[Spread]:
             tuple(table[case].median_s for table in tables),
             boards,
             tables[0][case].proof.launches,
+            _of_rounds([table[case] for table in tables]),
         )
         for case in shared
     ]
+
+
+def _of_rounds(measured: Sequence[Measurement[Any]]) -> float | None:
+    """From the 95 % intervals of medians, which are 1.96 deviations to each side; root mean square over runs."""
+    halves = [one.uncertainty for one in measured if one.uncertainty is not None]
+    return math.sqrt(fmean(half**2 for half in halves)) / 1.96 if len(halves) == len(measured) else None
 
 
 def _check_apart(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -152,16 +161,20 @@ def _proofs(run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def table(found: Sequence[Spread]) -> str:
-    """One line per kind, regime and band: how many cases, their median spread, and the largest with its case."""
-    lines = [f"{'kind':12} {'regime':10} {'per launch':16} {'cases':>5} {'median':>8} {'largest':>8}  of"]
+    """One line per kind, regime and band: how many cases, their median spread, and the largest with its case.
+
+    `rounds` is the median of what the rounds explain.
+    """
+    lines = [f"{'kind':12} {'regime':10} {'per launch':16} {'cases':>5} {'rounds':>8} {'median':>8} {'largest':>8}  of"]
     groups: dict[tuple[str, str, str], list[Spread]] = {}
     for spread in found:
         groups.setdefault((spread.kind, spread.regime, spread.band), []).append(spread)
     for (kind, regime, band), members in groups.items():
         middle, worst = median(one.relative for one in members), max(members, key=lambda one: one.relative)
-        lines.append(
-            f"{kind:12} {regime:10} {band:16} {len(members):5} {middle:8.2%} {worst.relative:8.2%}  {worst.case}"
-        )
+        known = [one.rounds for one in members if one.rounds is not None]
+        of_rounds = f"{median(known):.2%}" if known else "-"
+        figures = f"{of_rounds:>8} {middle:8.2%} {worst.relative:8.2%}"
+        lines.append(f"{kind:12} {regime:10} {band:16} {len(members):5} {figures}  {worst.case}")
     return "\n".join(lines)
 
 
@@ -184,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     within = ", within a board" if boards > 1 else ""
     heading = (
         f"{len(runs)} processes{where}; spread: standard deviation of a case's medians{within}, relative to their mean"
+        "\nrounds: how much of it the rounds within a run explain"
     )
     lines = [heading, table(found)]
     if left_out := {one.case.id for run in runs for one in timed_cases(run)} - {one.case for one in found}:

@@ -74,6 +74,20 @@ def proved(launches: int, kernel: str = "nvjet", peak: int = 100) -> dict[str, A
     return results
 
 
+def test_what_rounds_explain_stands_beside_what_runs_differ_by() -> None:
+    """An interval of +- 1.96 % is a deviation of a percent; where a run has none, nothing is known."""
+    known, unknown = run(1.0, 2.0), run(1.0, 2.0)
+    for file in (known, unknown):
+        for entry in file["benchmarks"]:
+            middle = entry["stats"]["median"]
+            entry["extra_info"]["interval_s"] = [middle * (1 - 0.0196), middle * (1 + 0.0196)]
+    unknown["benchmarks"][1]["extra_info"]["interval_s"] = None
+    assert [spread.rounds for spread in spreads([known, unknown])] == [pytest.approx(0.01), None]
+    lines = table(spreads([known, unknown])).splitlines()
+    assert lines[0].split()[-4:-1] == ["rounds", "median", "largest"]
+    assert "1.00%    0.00%    0.00%" in lines[1]
+
+
 def test_what_ran_is_compared_exactly() -> None:
     """Launches, kernels and memory that differ in any run are named with their case."""
     assert differing([proved(3), proved(3), proved(3)]) == {}
