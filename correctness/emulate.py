@@ -26,9 +26,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+try:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"python -m correctness.emulate: `pip install numpy torch` lets it compute ({error})", file=sys.stderr)
+    sys.exit(4)  # as of wrong arguments
 
 from correctness.bounds import AS_TE, Extras, Input, Limits, gemm_limits, tensor_shape, usual_inputs
 from correctness.distributions import DISTRIBUTIONS

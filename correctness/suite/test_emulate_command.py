@@ -244,6 +244,17 @@ def test_it_runs_as_a_module() -> None:
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (4, "", 1)
 
 
+@pytest.mark.parametrize("package", ["numpy", "torch"])
+def test_what_is_not_installed_is_said_in_one_line(package: str) -> None:
+    """The README offers the command on any machine."""
+    script = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_module('correctness.emulate', None, '__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1)
+    assert "`pip install numpy torch`" in done.stderr
+
+
 def test_limits_are_those_of_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An error outside of them is marked."""
     monkeypatch.setattr(emulate, "gemm_errors", lambda *_: dict.fromkeys(PASSES, 0.5))
