@@ -69,15 +69,14 @@ class TestErrors:
             pytest.param(["--gate-strict"], ["--benchmark-compare"], id="strict about nothing"),
             pytest.param(["--benchmark-compare", "--benchmark-disable"], ["--benchmark-disable"], id="disabled gate"),
             pytest.param(["--benchmark-compare", "-n2"], ["-n"], id="gate in parallel", marks=XDIST),
-            pytest.param(["--benchmark-json=a", "-n2"], ["--benchmark-json"], id="results in parallel", marks=XDIST),
+            pytest.param(
+                ["--benchmark-json=/dev/null", "-n2"], ["--benchmark-json"], id="results in parallel", marks=XDIST
+            ),
             pytest.param(["--benchmark-compare-fail=min:5%"], ["needs --benchmark-compare"], id="nothing to compare"),
             pytest.param(["--benchmark-storage=ftp://x"], ["--benchmark-storage=ftp://x"], id="storage"),
             pytest.param(["--benchmark-storage=/dev/null", "--benchmark-autosave"], ["no folder"], id="no folder"),
             pytest.param([f"--benchmark-compare={ROOT}"], ["there is no such file"], id="folder"),
             pytest.param([f"--benchmark-compare={ROOT / 'pytest.ini'}"], ["pytest.ini: is not JSON"], id="no JSON"),
-            pytest.param(
-                [f"--benchmark-compare={H200}", f"--benchmark-json={H200}"], ["reads the same file"], id="same file"
-            ),
         ],
     )
     def test_one_line_says_what_would_be_right(self, options: list[str], words: list[str]) -> None:
@@ -108,6 +107,15 @@ class TestErrors:
         done = suite(*QUICK, *(option.format(folder=tmp_path) for option in options))
         assert (done.returncode, done.stdout) == (pytest.ExitCode.USAGE_ERROR, "")
         assert done.stderr.strip().startswith(f"ERROR: {words}")
+
+    def test_results_do_not_overwrite_what_they_are_compared_with(self, tmp_path: Path) -> None:
+        """Before pytest-benchmark 5.3 the file is gone when options are read; then it is refused as an empty one."""
+        file = tmp_path / "both.json"
+        file.write_bytes(H200.read_bytes())
+        done = suite(f"--benchmark-compare={file}", f"--benchmark-json={file}")
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        (line,) = done.stderr.strip().splitlines()
+        assert line.endswith(("--benchmark-compare reads the same file", "is empty"))
 
     def test_a_gpu_that_is_not_there_is_one_line_and_not_a_failure_per_case(self) -> None:
         """--device=cuda where the driver offers no GPU; what would run can still be listed."""
