@@ -213,14 +213,17 @@ def run_once(baseline: Path, file: Path, options: Sequence[str]) -> Results:
     """One process of the benchmarks, judged in it. Raises ValueError where it did not measure all of its cases."""
     command = [sys.executable, "-m", "pytest", "benches", "-q", "--benchmark-quiet", f"--benchmark-json={file}"]
     log = file.with_suffix(".log")
-    # Ctrl-C reaches the run too: leaving the block waits until it has saved what it has.
     with (
         log.open("w+", encoding="utf-8") as output,
         subprocess.Popen(
             [*command, f"--benchmark-compare={baseline}", *options], stdout=output, stderr=subprocess.STDOUT
         ) as child,
     ):
-        code = child.wait()
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:  # the run got it too, and saves what it has
+            child.wait()
+            raise
     if not file.exists():
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         why = [line for line in lines if "error" in line.lower()] or lines

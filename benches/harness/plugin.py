@@ -155,7 +155,10 @@ def pytest_benchmark_compare_machine_info(
 
 @pytest.hookimpl(trylast=True)  # after pytest-benchmark's, which loads what is compared with
 def pytest_configure(config: pytest.Config) -> None:
-    """Where there is nothing to compare with, pytest-benchmark would only warn, and the run pass."""
+    """Where Elasticsearch has nothing to compare with, pytest-benchmark would only warn, and the run pass.
+
+    Of files the gate has said so by now.
+    """
     config.stash[GATE].check_found(config.getoption("benchmark_compare"))
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from benches.calibrate import (
 from benches.judging.baselines import Results, pool, read
 from correctness.suite.fake_results import CASES, TIMES, noisy, results, runs
 
+ROOT = Path(__file__).parents[2]
 BEFORE = read(pool(runs(5)), "before")
 SLOWED = CASES[3]
 
@@ -185,6 +191,33 @@ def test_a_run_that_was_ended_early_is_no_run(
     assert main(words) == 4
     assert "unchanged0.json: it was ended early, and 3 cases were not run" in capsys.readouterr().err
     assert main(words) == 0
+
+
+def test_ctrl_c_waits_until_the_run_has_saved(baseline: Path, tmp_path: Path) -> None:
+    """The run, in its own process, gets the signal too and needs a second to save; its log says that it did."""
+    file = tmp_path / "unchanged0.json"
+    script = f"""
+import sys, pathlib
+from benches import calibrate
+calibrate.sys.executable = {str(tmp_path / "python")!r}
+sys.exit(calibrate.main(["--baseline={baseline}", "--unchanged=1", "--folder={tmp_path}"]))
+"""
+    saves = "got = []; signal.signal(signal.SIGINT, lambda *_: got.append(1)); print('begun', flush=True)"
+    saves = f"import signal, time; {saves}; [time.sleep(0.05) for _ in iter(lambda: not got, False)]"
+    saves = f"{saves}; time.sleep(1); print('saved')"
+    fake = f'#!/bin/sh\nexec {sys.executable} -c "{saves}"\n'
+    (tmp_path / "python").write_text(fake)
+    (tmp_path / "python").chmod(0o755)
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+        log = file.with_suffix(".log")
+        while not (log.exists() and "begun" in log.read_text()):
+            assert child.poll() is None
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGINT)
+        _, said = child.communicate(timeout=60)
+    assert log.read_text().splitlines() == ["begun", "saved"]
+    assert (child.returncode, said.splitlines()[-1][:24]) == (130, "benches.calibrate: ended")
 
 
 def test_ctrl_c_is_one_line(baseline: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
