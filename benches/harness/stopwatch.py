@@ -38,7 +38,7 @@ class Regime:
     enough, there are no batches but one unbroken stream; a launch-bound program cannot run back to back, in training
     neither. Rounds of the first `settle_s` seconds are not counted; where there are gaps, of WAKING_S, and of none if
     such a measurement has only just ended and this one's rounds are short. With `cold_cache` each segment finds an
-    empty L2.
+    empty L2, and begins at a place in the queue of launches that is drawn anew.
     """
 
     busy_s: float
@@ -48,13 +48,17 @@ class Regime:
     cold_cache: bool = False
 
 
-# A GPU that had nothing to do for seconds is up to 15 % slower for its first 60 ms of work with gaps in it.
-WAKING_S = 0.15
+# A burst of work leaves an H200 slower: GEMMs by up to 6 % for 30 to 80 ms, and what memory bounds by 0.4 to 1 % for
+# 0.4 s. Nine rounds of 2 ms, as warming up takes, are burst enough: 0.4 ms quantizations of five in six measurements
+# were slower for 0.4 s after them, and in none of 18 after rounds with pauses, or half a second of rest. So a pause is
+# a rest, but not longer than this.
+MOST_PAUSE_S = 0.016
+# What comes before a layer's or a group's first measurement is such a burst. And a GPU that had nothing to do for
+# seconds is up to 15 % slower for its first 60 ms of work with gaps in it.
+WAKING_S = 0.4
 # Between the measurements of two GEMMs lie some milliseconds: no longer than the rests within them.
 STAYS_AWAKE_S = 0.1
-# Warming up with longer rounds draws so much power that clocks dip for the next 30 to 80 ms: of an H200's GEMMs that
-# were taken to be awake, 13 of 90 from 2 ms on began 1.2 to 6 % slower, and 2 of 774 of 0.1 to 2 ms.
-HEAVY_ROUND_S = 0.0015
+HEAVY_ROUND_S = MOST_PAUSE_S / 4  # at most two rounds lie between pauses; from here on, these are too short
 
 # Rested: 6 ms lets the power average fall and is too short for the clocks to do so (H200: a 2 ms BF16 GEMM varies by
 # 0.1 % from process to process, against 7 % back to back). A layer of 28 ms needs twice its own time: its rounds then
@@ -195,17 +199,34 @@ class Stopwatch:
     def __init__(self, program: Program, timeline: Timeline) -> None:
         self.program, self.timeline = program, timeline
         self.margin = SPIN_MARGIN
+        self._resumed_s = timeline.now()
+        is_awake = self._resumed_s - timeline.awake_s < STAYS_AWAKE_S
         for _ in range(WARM_UP_ROUNDS):
+            self._pause()
             program.run_once()
-            timeline.synchronize()
         self.host_s: dict[str, list[float]] = {segment.name: [] for segment in program.segments}
         with no_garbage_collection():
             self.host_round_s = median([self._host_round() for _ in range(HOST_ROUNDS)])
         self.device_round_s = self._device_round()
+        if is_awake:
+            timeline.awake_s = timeline.now()
+
+    def _pause(self) -> None:
+        """Let the device rest, so that no burst of work comes before what is timed."""
+        self.timeline.synchronize()
+        rested = REGIMES["rested"]
+        busy_s = self.timeline.now() - self._resumed_s
+        self.timeline.rest(min(MOST_PAUSE_S, max(rested.rest_s, rested.rest_ratio * busy_s)))
+        self._resumed_s = self.timeline.now()
 
     def _host_round(self) -> float:
-        """Seconds that enqueuing a round takes while the device has nothing else to do; of each segment, to host_s."""
+        """Seconds that enqueuing a round takes while the device has nothing else to do; of each segment, to host_s.
+
+        As in training it comes right after another one: to launch on a GPU that has been idle takes twice as long.
+        """
         now = self.timeline.now
+        self._pause()
+        self.program.run_once()
         self.timeline.synchronize()
         begin = now()
         self.program.reset()
@@ -220,6 +241,7 @@ class Stopwatch:
     def _device_round(self) -> float:
         self.device_round_s = 0.0
         for _ in range(5):
+            self._pause()
             if rounds := self._batch(1, cold_cache=False):
                 return sum(rounds[0].values())
         raise self._too_slow()

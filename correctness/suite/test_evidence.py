@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from benches.harness.evidence import Evidence, EvidenceError, Part, check, colle
 from benches.harness.kernels import KernelUse
 from benches.harness.measurements import GemmMeasurement, LayerMeasurement
 from benches.harness.stopwatch import REGIMES, Limits, Stopwatch
-from benches.harness.timeline import CudaTimeline, TraceError, split_at_spins
+from benches.harness.timeline import QUEUE_PLACES, SPIN_KERNEL, CudaTimeline, TraceError, split_at_spins
 from correctness.suite.fake_timeline import MS, TICK, FakeTimeline
 from shapes.backends.build import GemmSteps
 from shapes.backends.executed import ExecutedGemm, differences, planned_gemms, record_matmuls
@@ -391,6 +392,22 @@ def test_a_kernel_s_time_is_in_its_category(timeline: CudaTimeline) -> None:
         assert not [use.name for use in uses if use.category == "other"]
         total = sum(evidence.summary(("forward", "backward"))["category_s"].values())
         assert total == pytest.approx(sum(use.device_s for use in uses))
+
+
+def test_a_flush_leaves_what_comes_next_anywhere_in_the_queue_of_launches(timeline: CudaTimeline) -> None:
+    """Before 400 evictions come none to seven launches of nothing, each number about as often."""
+
+    def flush() -> None:
+        for _ in range(400):
+            timeline.flush_cache()
+
+    names = [name for name, _, _ in timeline.kernels(flush)]
+    spins = [1 if SPIN_KERNEL in name else 0 for name in names]
+    assert spins.count(0) == 400
+    places = [len(list(group)) for spin, group in itertools.groupby(spins) if spin]
+    # A number is drawn 50 times on average, and so is none, after which no spin comes; 25 is four deviations less.
+    assert all(places.count(number) > 25 for number in range(1, QUEUE_PLACES))
+    assert 25 < 400 - len(places) < 75
 
 
 def test_the_profiler_does_not_slow_what_comes_after_it(timeline: CudaTimeline) -> None:

@@ -109,7 +109,7 @@ class TestLaunchesHidden:
 
     def test_the_spin_grows_where_the_host_was_slower_than_at_first(self) -> None:
         """A host that needs thrice as long after warm-up is given more time, until its rounds count."""
-        measured = WARM_UP_ROUNDS + HOST_ROUNDS + 1
+        measured = WARM_UP_ROUNDS + 2 * HOST_ROUNDS + 1
         step = Step(
             FakeTimeline(), {"step": (MS, MS)}, extra_host_s=lambda number: 2 * MS if number > measured else 0.0
         )
@@ -120,7 +120,7 @@ class TestLaunchesHidden:
     @pytest.mark.parametrize("host_s", [MS / 2, 5 * MS], ids=["fast host", "slow host"])
     def test_no_round_is_lost_to_a_host_that_is_a_little_slower_than_at_first(self, host_s: float) -> None:
         """By a quarter. However many rounds are in a batch, the first spin is long enough."""
-        measured = WARM_UP_ROUNDS + HOST_ROUNDS + 1
+        measured = WARM_UP_ROUNDS + 2 * HOST_ROUNDS + 1
         step = Step(
             FakeTimeline(), {"step": (host_s, MS)}, extra_host_s=lambda number: (number > measured) * host_s / 4
         )
@@ -257,11 +257,11 @@ class TestRegimes:
     def test_a_device_that_has_only_just_been_measured_is_awake(self) -> None:
         """The next measurement with gaps counts from its first round on; after a second of nothing it does not.
 
-        Nor if its rounds are long: warming up with them makes clocks dip.
+        Nor if its rounds are long: the pauses of the warm-up are too short for them.
         """
         timeline = FakeTimeline()
         short, long = (
-            Stopwatch(Step(timeline, {"work": (0.0, time_s)}).program(), timeline) for time_s in (MS, 2 * MS)
+            Stopwatch(Step(timeline, {"work": (0.0, time_s)}).program(), timeline) for time_s in (MS, 5 * MS)
         )
 
         def uncounted(watch: Stopwatch) -> int:
@@ -275,6 +275,22 @@ class TestRegimes:
         assert uncounted(short) == 0
         timeline.host_s += 1.0
         assert uncounted(short) > 0
+        again = Stopwatch(Step(timeline, {"work": (0.0, MS)}).program(), timeline)
+        assert uncounted(again) == 0, "making a stopwatch let the device fall asleep"
+        timeline.host_s += 1.0
+        again = Stopwatch(Step(timeline, {"work": (0.0, MS)}).program(), timeline)
+        assert uncounted(again) > 0
+
+    def test_warming_up_is_no_burst_of_work(self) -> None:
+        """A device that is slower after 10 ms of work within 20 ms is not when the first round counts."""
+        timeline = FakeTimeline(throttle=Throttle(window_s=20 * MS, share=0.5, slowdown=1.01))
+        step = Step(timeline, {"work": (TICK, 2 * MS)})
+        timeline.awake_s = timeline.now()
+        watch = Stopwatch(step.program(), timeline)
+        timeline.log.clear()
+        times = watch.time(RESTED, [["work"]], Limits())
+        assert timeline.log.count("rest") == times.rounds, "the first rounds were not counted"
+        assert set(times.device_s["work"]) == {2 * MS}
 
     def test_every_segment_of_a_rested_round_finds_a_cold_cache(self) -> None:
         """A GEMM is as cold after its quantizations as one that has none, and their times add up without flushes."""
@@ -285,12 +301,14 @@ class TestRegimes:
     def test_a_cold_cache_is_flushed_before_each_round_and_outside_its_time(self) -> None:
         """Work takes 1.5 times as long cold; rested reports that and sustained does not, and no flush is timed."""
         step = Step(FakeTimeline(cold=1.5, flush_s=MS), {"step": (TICK, 2 * MS)})
-        assert set(measure(step, RESTED).device_s["step"]) == {3 * MS}
+        watch = Stopwatch(step.program(), step.timeline)
         log = step.timeline.log
-        rounds_after_rest = log[log.index("rest") :].count("step")
-        assert log.count("flush") == rounds_after_rest
-        assert set(measure(step, SUSTAINED).device_s["step"]) == {2 * MS}
-        assert log.count("flush") == rounds_after_rest
+        log.clear()
+        assert set(watch.time(RESTED, [["step"]], SHORT).device_s["step"]) == {3 * MS}
+        assert log.count("flush") == log.count("step")
+        log.clear()
+        assert set(watch.time(SUSTAINED, [["step"]], SHORT).device_s["step"]) == {2 * MS}
+        assert log.count("flush") == 0
 
     @pytest.mark.parametrize(
         ("device_s", "rest_s"),
@@ -304,9 +322,10 @@ class TestRegimes:
     ) -> None:
         """The device idles for the regime's rest, or for longer where the batch takes long."""
         step = Step(FakeTimeline(), {"step": (TICK, device_s)})
+        watch = Stopwatch(step.program(), step.timeline)
         rested: list[float] = []
         monkeypatch.setattr(step.timeline, "rest", rested.append)
-        times = measure(step, RESTED)
+        times = watch.time(RESTED, [["step"]], SHORT)
         assert set(rested) == {rest_s}
         assert len(rested) >= times.rounds, "a round was counted without a rest before it"
 
