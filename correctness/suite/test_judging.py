@@ -646,6 +646,16 @@ class TestStatistics:
         error = compare(before, now, keys, stated, stated, controls).error
         assert error[0] > 50 * error[1]
 
+    @pytest.mark.parametrize(("shift", "taken_off"), [(0.004, 0.0), (0.009, 0.009), (-0.004, 0.0), (-0.009, -0.009)])
+    def test_what_a_control_differs_by_from_run_to_run_is_not_taken_off(self, shift: float, taken_off: float) -> None:
+        """Its runs deviate by 0.2 %: a shift of 0.4 % may be chance, and one of 0.9 % is none."""
+        logs = 0.002 * np.array([[-1.0, 1.0, 0.0, -1.0, 1.0]])
+        before, now = Table(logs / 10, np.array(["a"] * 5)), Table(np.zeros((1, 1)), np.array(["a"]))
+        controls = Controls(Table(logs, before.boards), Table(np.full((1, 1), shift), now.boards), np.ones((1, 1)))
+        found = compare(before, now, [("layer", "rested", BAND)], np.ones(1), np.ones(1), controls)
+        assert found.shift[0] == taken_off
+        assert found.difference[0] == -taken_off
+
 
 BAND = "100 us and more"
 
