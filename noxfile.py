@@ -68,9 +68,9 @@ def noise(session: nox.Session) -> None:
 
 @nox.session(venv_params=VENV, default=False)
 def baseline(session: nox.Session) -> None:
-    """A baseline of five fresh processes, and what it changes; `-- --replace` stores it, `-- --add` adds the runs."""
+    """A baseline of five fresh processes, and what it changes; `-- --replace` stores it, `--add` or `--renew` adds."""
     _set_up(session, *MEASURING, *REPORTING, *JUDGING)
-    asked = [option for option in session.posargs if option in ("--add", "--replace")]
+    asked = [option for option in session.posargs if option in ("--add", "--renew", "--replace")]
     files = _fresh_runs(session, 5, [option for option in session.posargs if option not in asked])
     session.run("python", "-m", "benches.baseline", *files, *asked)
 

@@ -1,15 +1,17 @@
 """Pool runs of fresh processes into the baseline of their machine, and show what that changes.
 
-    python -m benches.baseline RUN.json [RUN2.json ...] [--add] [--replace] [-o FILE]
+    python -m benches.baseline RUN.json [RUN2.json ...] [--add | --renew] [--replace] [-o FILE]
 
 The runs are judged against the stored baseline, and what differs is shown; where there is one, be it of another version
 of TE, nothing is written without --replace. With --add the runs are added to it, as those of another day or of another
-board of the same model are. FILE is by default the machine's and TE's: benches/baselines/<gpu>/te-<version>.json, or a
-file under .benchmarks/ for a CPU. Imports neither torch nor pytest.
+board of the same model are. With --renew they are too, and the cases that they have forget all earlier runs: where
+these cases were meant to change, or are measured in another way now. FILE is by default the machine's and TE's:
+benches/baselines/<gpu>/te-<version>.json, or a file under .benchmarks/ for a CPU. Imports neither torch nor pytest.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -28,12 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 4 after one line on stderr for runs that make no baseline."""
     parser = Parser(prog="python -m benches.baseline", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json", help="written with --benchmark-json")
-    parser.add_argument("--add", action="store_true", help="add the runs to the stored baseline")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--add", action="store_true", help="add the runs to the stored baseline")
+    how.add_argument("--renew", action="store_true", help="so too, but their cases forget all earlier runs")
     parser.add_argument("--replace", action="store_true", help="write the baseline; otherwise only show what changes")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: the machine's own place")
     options = parser.parse_args(arguments)
     try:
-        lines = _pool(options.runs, options.output, options.add, options.replace)
+        lines = _pool(options)
     except (OSError, ValueError, *MALFORMED) as error:
         return refuse("benches.baseline", in_words(error))
     except ImportError:
@@ -41,25 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return print_text("\n".join(lines))
 
 
-def _pool(paths: Sequence[Path], output: Path | None, add: bool, replace: bool) -> list[str]:
-    runs = [read_json(path) for path in paths]
-    for path, run in zip(paths, runs, strict=True):
+def _pool(options: argparse.Namespace) -> list[str]:
+    runs = [read_json(path) for path in options.runs]
+    for path, run in zip(options.runs, runs, strict=True):
         read(run, str(path))  # names the file that is none
-    file = output or default_file(runs[0])
-    if add and not file.exists():
-        raise ValueError(f"--add: there is no baseline {file}")
-    known = file if output or file.exists() else stored(runs[0]["machine_info"])
+    file = options.output or default_file(runs[0])
+    onto = options.add or options.renew
+    if onto and not file.exists():
+        raise ValueError(f"--{'renew' if options.renew else 'add'}: there is no baseline {file}")
+    known = file if options.output or file.exists() else stored(runs[0]["machine_info"])
     old = read_json(known) if known and known.exists() else None
-    pooled = pool(runs, old if add else None)
+    pooled = pool(runs, old if onto else None, options.renew)
     lines = [] if old is None else [_compared(old, pool(runs), str(known))]
     if gone := _cases(old) - _cases(pooled):
         lines.append(f"not in the new baseline, so never judged again: {len(gone)} cases, {min(gone)}, ...")
     count = len(pooled["suite"]["runs"])
     if count < ENOUGH_RUNS:
         lines.append(f"{count} runs: {ENOUGH_RUNS} or more say how much a case differs from run to run")
-    if replace or old is None:
+    if options.replace or old is None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", paths)
+        write_text(file, json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", options.runs)
         lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {count} runs")
     else:
         lines.append(f"{file} {'is as it was' if file.exists() else 'is not there'}; --replace writes the new one")

@@ -30,7 +30,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benches.harness.planting import parse
-from benches.judging.baselines import Results, Sample, Timed, load
+from benches.judging.baselines import Results, Sample, Timed, load, of_runs
 from benches.noise import band_of, kind_of
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
@@ -158,16 +158,11 @@ def plants(targets: Sequence[str], sizes: Sequence[str], number: int) -> list[st
 # --- runs of the baseline ----------------------------------------------------------------------------------------
 
 
-def of_runs(results: Results, chosen: Sequence[int]) -> Results:
-    """Some of the runs that a baseline pools, by their indices."""
-    places = {old: new for new, old in enumerate(chosen)}
-    timed = {}
-    for case, found in results.timed.items():
-        samples = [replace(sample, run=places[sample.run]) for sample in found.samples if sample.run in places]
-        if samples:
-            timed[case] = _with_samples(found, samples)
-    runs = tuple(results.runs[index] for index in chosen)
-    return replace(results, runs=runs, timed=timed, selected=None, left_out=frozenset(), lost={}, not_run=0)
+def part_of(results: Results, chosen: Sequence[int]) -> Results:
+    """Some of the runs that a baseline pools, by their indices, as if there were no others."""
+    found = of_runs(results, chosen)
+    timed = {case: _with_samples(one, one.samples) for case, one in found.timed.items()}
+    return replace(found, timed=timed, selected=None, left_out=frozenset(), lost={}, not_run=0)
 
 
 def _with_samples(found: Timed, samples: Sequence[Sample]) -> Timed:
@@ -195,7 +190,7 @@ def of_stored(before: Results, sizes: Sequence[str]) -> tuple[list[Rate], list[R
         raise ValueError(f"{before.name}: --stored needs {FEWEST_STORED} runs or more, and found {len(before.runs)}")
     shares = {size: parse(f"stored={size}").share for size in sizes}
     every = range(len(before.runs))
-    pairs = [(of_runs(before, [one for one in every if one != index]), of_runs(before, [index])) for index in every]
+    pairs = [(part_of(before, [one for one in every if one != index]), part_of(before, [index])) for index in every]
     pairs = [(others, run) for others, run in pairs if _shared(others, run)]
     generator = random.Random(0)
     trials = []
@@ -293,8 +288,10 @@ def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
         _check(size, options.stored)
     if options.stored:
         return of_stored(before, sizes)
-    for text in plants(options.target, sizes, 0):
-        parse(text)
+    for target in options.target:
+        pattern = parse(f"{target}={sizes[0]}").pattern
+        if not any(pattern.search(case) for case in before.timed):  # said before the unchanged runs take minutes
+            raise ValueError(f"--target {target!r}: matches no case of {options.baseline}")
     folder = options.folder or Path(tempfile.mkdtemp(prefix="calibration-"))
     folder.mkdir(parents=True, exist_ok=True)
     rounds = 2 * len(sizes) if options.planted is None else options.planted

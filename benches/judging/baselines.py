@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
@@ -309,7 +309,7 @@ def together(files: Sequence[Results]) -> Results:
     when = [run.when for file in files for run in file.runs]
     if twice := next((one for one in when if when.count(one) > 1), None):
         raise ValueError(f"the run of {twice[0]} is there twice: nothing can be learned from it again")
-    by_age = sorted(files, key=lambda file: max(run.datetime for run in file.runs))
+    by_age = sorted(files, key=lambda file: max((run.datetime for run in file.runs), default=""))
     offsets = {id(file): sum(len(other.runs) for other in files[:index]) for index, file in enumerate(files)}
     timed: dict[str, Timed] = {}
     for file in reversed(by_age):
@@ -334,16 +334,38 @@ def together(files: Sequence[Results]) -> Results:
     )
 
 
-def pool(runs: Sequence[Mapping[str, Any]], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def of_runs(results: Results, chosen: Sequence[int]) -> Results:
+    """Some of the runs, by their indices, and the cases that these have."""
+    places = {old: new for new, old in enumerate(chosen)}
+    timed = {}
+    for case, found in results.timed.items():
+        samples = [replace(sample, run=places[sample.run]) for sample in found.samples if sample.run in places]
+        if samples:
+            timed[case] = replace(found, samples=tuple(samples))
+    return replace(results, runs=tuple(results.runs[index] for index in chosen), timed=timed)
+
+
+def _without(results: Results, cases: Collection[str]) -> Results:
+    """All but these cases, and but the runs that have no others."""
+    rest = {case: found for case, found in results.timed.items() if case not in cases}
+    used = sorted({sample.run for found in rest.values() for sample in found.samples})
+    return of_runs(replace(results, timed=rest), used)
+
+
+def pool(
+    runs: Sequence[Mapping[str, Any]], onto: Mapping[str, Any] | None = None, renew: bool = False
+) -> dict[str, Any]:
     """Parsed results files as one baseline, or added to one; each may itself pool several runs.
 
-    A case's `stats` are of its runs' medians, so that pytest-benchmark compares with the median of these. What ran,
-    the machine and what was not measured are the newest file's. Raises ValueError, in one line, for runs that do not
+    With `renew`, the cases that the runs have forget their earlier runs. A case's `stats` are of its runs' medians, so
+    that pytest-benchmark compares with the median of these. What ran, the machine and what was not measured are the
+    newest file's. Raises ValueError, in one line, for runs that do not
     belong together: of another GPU or CPU model, schema or version of what runs; planted ones; the same run twice.
     """
     files = [read(raw, f"run {number}") for number, raw in enumerate(runs, start=1)]
     if onto is not None:
-        files.insert(0, read(onto, "the baseline"))
+        old = read(onto, "the baseline")
+        files.insert(0, _without(old, {case for file in files for case in file.timed}) if renew else old)
     if planted := next((file for file in files if file.planted), None):
         raise ValueError(f"{planted.name}: work was planted in it, so it is no baseline")
     if ended := next((file for file in files if file.not_run), None):

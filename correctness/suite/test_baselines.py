@@ -78,6 +78,23 @@ class TestPooling:
         assert [one["run"] for one in case_of(new, THIRD)["extra_info"]["runs"]] == [2]
         assert new["machine_info"]["gpu"]["uuid"] == "two"
 
+    def test_cases_that_are_renewed_forget_their_earlier_runs(self) -> None:
+        """Others keep theirs, and runs that have no others are gone."""
+        old = pool([results({FIRST: 1e-3, SECOND: 5e-3}), results({FIRST: 2e-3}), results({SECOND: 6e-3}, uuid="two")])
+        new = pool([results({FIRST: 9e-3, THIRD: 7e-3}, uuid="three")], onto=old, renew=True)
+        assert [run["uuid"] for run in new["suite"]["runs"]] == ["one", "two", "three"]
+        assert [(one["run"], one["median_s"]) for one in case_of(new, FIRST)["extra_info"]["runs"]] == [(2, 9e-3)]
+        assert case_of(new, FIRST)["stats"]["median"] == 9e-3
+        assert [one["median_s"] for one in case_of(new, SECOND)["extra_info"]["runs"]] == [5e-3, 6e-3]
+        assert [one["run"] for one in case_of(new, THIRD)["extra_info"]["runs"]] == [2]
+
+    def test_all_cases_can_be_renewed(self) -> None:
+        """Cases and runs are then as in one that was made anew."""
+        old, new = pool(runs(5)), runs(5, seed=9)
+        renewed, anew = pool(new, onto=old, renew=True), pool(new)
+        assert renewed["benchmarks"] == anew["benchmarks"]
+        assert renewed["suite"]["runs"] == anew["suite"]["runs"]
+
     def test_what_ran_is_what_the_newest_file_says(self) -> None:
         """Whichever is given first."""
         old, new = results({FIRST: 1e-3, SECOND: 1e-3}), results({FIRST: 1e-3})
@@ -189,6 +206,22 @@ class TestCommand:
         assert len(load(Path(STORED)).runs) == 7
         assert self.called("--add", "--replace", files=more) == 4
         assert "is there twice" in capsys.readouterr().err
+
+    def test_cases_can_be_renewed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """What differs is shown all the same, and there must be something to renew."""
+        slow = runs(5, {FIRST: 2e-3})
+        assert self.called("--renew", files=slow) == 4
+        assert f"--renew: there is no baseline {STORED}" in capsys.readouterr().err
+        self.called(files=runs(5))
+        capsys.readouterr()
+        assert self.called("--renew", "--replace", files=slow) == 0
+        assert "1 SLOWER" in capsys.readouterr().out
+        stored = load(Path(STORED))
+        assert {len(found.samples) for found in stored.timed.values()} == {5}
+        assert (len(stored.runs), len(stored.timed)) == (10, 12)
+        with pytest.raises(SystemExit, match="4"):
+            self.called("--add", "--renew", files=slow)
+        assert "not allowed with argument" in capsys.readouterr().err
 
     def test_cases_that_the_new_one_lacks_are_counted(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Nobody would judge them ever after."""

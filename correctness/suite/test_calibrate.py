@@ -21,8 +21,8 @@ from benches.calibrate import (
     detections,
     false_alarms,
     main,
-    of_runs,
     of_stored,
+    part_of,
     planted_in,
     plants,
     rate,
@@ -111,7 +111,7 @@ def test_the_table_has_a_line_for_each_kind_and_each_rule() -> None:
 
 def test_a_run_of_a_baseline_has_its_own_times() -> None:
     """Its median is that run's, and its control too."""
-    alone = of_runs(BEFORE, [3])
+    alone = part_of(BEFORE, [3])
     (sample,) = alone.timed[SLOWED].samples
     assert sample.run == 0
     assert sample.median_s == BEFORE.timed[SLOWED].samples[3].median_s
@@ -245,6 +245,10 @@ def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, caps
         (["--baseline={single}", "--stored"], "--stored needs 3 runs or more, and found 1"),
         (["--baseline={baseline}", "--stored", "--size=+2us"], "--size '+2us': stored times can be made longer by"),
         (["--baseline={baseline}", "--target=x", "--size=y"], "--size 'y': must be"),
+        (
+            ["--baseline={baseline}", "--target=^layer/", "--target=x/y"],
+            "--target 'x/y': matches no case of {baseline}",
+        ),
         (["--baseline={baseline}", "--stored", f"--size={'9' * 400}%"], "at most 1000%"),
         (["--baseline={baseline}", "--unchanged=-1"], "must not be negative"),
         (["--baseline={baseline}", "--unchanged=0"], "nothing to do"),
@@ -258,7 +262,7 @@ def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, caps
     assert main([word.format(baseline=baseline, single=single) for word in words]) == 4
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert line in printed.err
+    assert line.format(baseline=baseline) in printed.err
 
 
 def test_a_run_that_leaves_nothing_is_one_line(baseline: Path, tmp_path: Path, capsys: Any) -> None:
