@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from benches.harness.workbench import Memo, Workbench, attempt, free_memory
+from shapes.backends import build
+from shapes.models import MODELS
 
 
 class Thing:
@@ -180,3 +182,22 @@ class TestFailing:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", failing(RuntimeError("CUDA error: illegal access\nmore")))
         assert free_memory() == "RuntimeError: CUDA error: illegal access"
+
+
+def test_each_model_is_compiled_for_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch.compile makes code for any size of all that it sees after the first; it is slower."""
+    monkeypatch.setattr(build, "_compiled_for", [])
+    inputs: list[list[Any]] = []
+
+    def keep(graph: torch.fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+        inputs.append(given)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=keep)
+    for config, rows in ((MODELS["tiny"], 2), (MODELS["tiny"], 2), (MODELS["gpt2_medium"], 3), (MODELS["tiny"], 2)):
+        build.compile_anew_for(config)
+        assert torch.equal(double(torch.ones(rows, 4)), torch.full((rows, 4), 2.0))
+    assert len(inputs) == 3, "equal sizes of one model are compiled once"
+    assert not any(isinstance(one, torch.SymInt) for given in inputs for one in given)
+    double(torch.ones(5, 4))
+    assert any(isinstance(one, torch.SymInt) for one in inputs[-1]), "a test that could not have failed"
