@@ -89,11 +89,14 @@ class TestPooling:
         assert [one["run"] for one in case_of(new, THIRD)["extra_info"]["runs"]] == [2]
 
     def test_all_cases_can_be_renewed(self) -> None:
-        """Cases and runs are then as in one that was made anew."""
+        """Cases, runs and machine are then as in one that was made anew."""
         old, new = pool(runs(5)), runs(5, seed=9)
+        for file in new:
+            file["machine_info"]["gpu"]["uuid"] = "two"
         renewed, anew = pool(new, onto=old, renew=True), pool(new)
         assert renewed["benchmarks"] == anew["benchmarks"]
         assert renewed["suite"]["runs"] == anew["suite"]["runs"]
+        assert renewed["machine_info"] == anew["machine_info"]
 
     def test_what_ran_is_what_the_newest_file_says(self) -> None:
         """Whichever is given first."""

@@ -249,8 +249,8 @@ class TestRegimes:
         assert set(watch.time(SUSTAINED, [["step"]], SHORT).device_s["step"]) == {3 * MS}
 
     def test_a_device_that_just_woke_up_is_not_measured(self) -> None:
-        """Rounds of the first 100 ms after the warm-up, in which the device is slower, are not in the times."""
-        step = Step(FakeTimeline(waking_s=100 * MS), {"work": (0.0, 2 * MS)})
+        """Rounds of the first 0.4 s after the warm-up, in which the device is slower, are not in the times."""
+        step = Step(FakeTimeline(waking_s=400 * MS), {"work": (0.0, 2 * MS)})
         times = Stopwatch(step.program(), step.timeline).time(REGIMES["rested"], [("work",)], Limits())
         assert set(times.device_s["work"]) == {2 * MS}
 
@@ -275,11 +275,26 @@ class TestRegimes:
         assert uncounted(short) == 0
         timeline.host_s += 1.0
         assert uncounted(short) > 0
-        again = Stopwatch(Step(timeline, {"work": (0.0, MS)}).program(), timeline)
+        again = Stopwatch(Step(timeline, {"work": (0.0, 3 * MS)}).program(), timeline)
         assert uncounted(again) == 0, "making a stopwatch let the device fall asleep"
         timeline.host_s += 1.0
         again = Stopwatch(Step(timeline, {"work": (0.0, MS)}).program(), timeline)
         assert uncounted(again) > 0
+
+    def test_the_device_rests_between_the_rounds_of_the_warm_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For 6 ms, or twice what it did since the last rest, but at most for 16 ms: three rounds, five pairs, one."""
+        step = Step(FakeTimeline(), {"step": (0.0, 5 * MS)})
+        rested: list[float] = []
+
+        def rest(seconds: float) -> None:
+            rested.append(seconds)
+            step.timeline.host_s += seconds
+
+        monkeypatch.setattr(step.timeline, "rest", rest)
+        Stopwatch(step.program(), step.timeline)
+        one, two = [2 * 5 * MS] * 3, [0.016] * 5
+        assert rested == pytest.approx([0.006, *one, *two])
+        assert step.rounds == 3 + 2 * 5 + 1
 
     def test_warming_up_is_no_burst_of_work(self) -> None:
         """A device that is slower after 10 ms of work within 20 ms is not when the first round counts."""
