@@ -43,6 +43,7 @@ FEWEST_STORED = 3  # two are left to say how much times differ
 DRAWS = 3  # of the cases that are slowed down, for each run and size
 SIZES = ("1%", "2%", "3%", "5%")
 RULES = {"median:2%": ("median", 0.02), "mean:5%": ("mean", 0.05)}  # of --benchmark-compare-fail, in common use
+STYLES = {GATE: "ks-", "median:2%": "kv--", "mean:5%": "k^:"}  # in the picture, of all cases together
 
 Pair = tuple[Results, Results]  # a baseline, and a run
 
@@ -267,7 +268,7 @@ def plot(rates: Sequence[Rate], path: Path) -> None:
         errors = [[height - one.low for height, one in zip(heights, there, strict=True)]]
         errors += [[one.high - height for height, one in zip(heights, there, strict=True)]]
         places = [sizes.index(size) + 0.3 * (number / len(lines) - 0.5) for size in sizes if size in line]
-        style = "s--" if name.startswith(ALL) else "o-"
+        style = STYLES.get(name.removeprefix(f"{ALL}, "), "o-")
         axes.errorbar(places, heights, yerr=errors, fmt=style, capsize=2, linewidth=0.8, markersize=4, label=name)
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_xlabel("slower by")
