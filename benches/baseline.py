@@ -47,25 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _pool(options: argparse.Namespace) -> list[str]:
     runs = [read_json(path) for path in options.runs]
-    for path, run in zip(options.runs, runs, strict=True):
-        read(run, str(path))  # names the file that is none
+    names = [str(path) for path in options.runs]
+    read(runs[0], names[0])  # it says whose baseline it is
     file = options.output or default_file(runs[0])
     onto = options.add or options.renew
     if onto and not file.exists():
         raise ValueError(f"--{'renew' if options.renew else 'add'}: there is no baseline {file}")
     known = file if options.output or file.exists() else stored(runs[0]["machine_info"])
     old = read_json(known) if known and known.exists() else None
-    pooled = pool(runs, old if onto else None, options.renew)
+    pooled = pool(runs, old if onto else None, options.renew, names)
     lines = [] if old is None else [_compared(old, pool(runs), str(known))]
-    if gone := _cases(old) - _cases(pooled):
+    if gone := _cases(old, str(known)) - _cases(pooled, str(file)):
         lines.append(f"not in the new baseline, so never judged again: {len(gone)} cases, {min(gone)}, ...")
     count = len(pooled["suite"]["runs"])
+    in_all = "1 run" if count == 1 else f"{count} runs"
     if count < ENOUGH_RUNS:
-        lines.append(f"{count} runs: {ENOUGH_RUNS} or more say how much a case differs from run to run")
+        lines.append(f"{in_all}: {ENOUGH_RUNS} or more say how much a case differs from run to run")
     if options.replace or old is None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", options.runs)
-        lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {count} runs")
+        lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {in_all}")
     else:
         lines.append(f"{file} {'is as it was' if file.exists() else 'is not there'}; --replace writes the new one")
     return lines
@@ -82,8 +83,8 @@ def _compared(old: Any, new: Any, name: str) -> str:
         return f"not comparable with the stored one: {error}"
 
 
-def _cases(results: Any) -> set[str]:
-    return {one["extra_info"]["case"] for one in results["benchmarks"]} if results else set()
+def _cases(results: Any, name: str) -> set[str]:
+    return set(read(results, name).timed) if results else set()
 
 
 def slim(results: Any) -> Any:

@@ -34,7 +34,7 @@ from benches.judging.baselines import Results, Sample, Timed, load, of_runs
 from benches.noise import band_of, kind_of
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
-from shapes.commands import Parser, print_text, write_text
+from shapes.commands import Parser, not_writable, print_text, write_text
 
 GATE = "the gate"
 ALL = "all"
@@ -62,7 +62,7 @@ class Rate:
 
     def __str__(self) -> str:
         if not self.trials:
-            return f"{self.what:44} {self.by:12} none"
+            return f"{self.what:44} {self.by:12} no runs"
         return (
             f"{self.what:44} {self.by:12} {self.hits:4} of {self.trials:4}  "
             f"{self.hits / self.trials:7.1%}  ({self.low:.1%} to {self.high:.1%})"
@@ -283,6 +283,7 @@ def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
         raise ValueError("--unchanged and --planted: must not be negative")
     if not (options.stored or options.unchanged or options.target):
         raise ValueError("--unchanged 0 without a --target: nothing to do")
+    _check_outputs(options)
     before = load(options.baseline)
     sizes = options.size or list(SIZES)
     for size in sizes:
@@ -303,6 +304,18 @@ def _calibrate(options: argparse.Namespace) -> tuple[list[Rate], list[Rate]]:
     ]
     slower = [(before, run, planted_in(before, run)) for run in planted]
     return false_alarms((before, run) for run in unchanged), detections(slower)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before minutes go into runs. Raises ValueError, and ImportError where nothing can be drawn."""
+    for path in (options.json, options.plot):
+        if path and (why := not_writable(path)):
+            raise ValueError(f"{path}: {why}")
+    if options.plot:
+        from matplotlib.figure import Figure
+
+        if options.plot.suffix.removeprefix(".").lower() not in (known := Figure().canvas.get_supported_filetypes()):
+            raise ValueError(f"{options.plot}: no format for pictures; there are {', '.join(sorted(known))}")
 
 
 def _check(size: str, stored: bool) -> None:
@@ -344,7 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         unchanged, found = _calibrate(options)
         if options.json:
-            write_text(options.json, json.dumps(_as_dict(unchanged, found), indent=1) + "\n", [options.baseline])
+            runs = options.folder.glob("*[0-9].json") if options.folder else ()
+            write_text(options.json, json.dumps(_as_dict(unchanged, found), indent=1) + "\n", [options.baseline, *runs])
         if options.plot and found:
             plot(found, options.plot)
     except (OSError, ValueError, *MALFORMED) as error:

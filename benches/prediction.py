@@ -22,12 +22,11 @@ from typing import Any
 from benches.harness import device as devices
 from benches.harness.kernels import categorize, shorten
 from benches.harness.medians import median
-from benches.harness.safety import not_writable
 from benches.harness.stopwatch import REGIMES
 from benches.harness.timeline import CudaTimeline, Mark, Timeline, split_at_spins
 from benches.report.refusals import refuse
 from shapes.cases import support
-from shapes.commands import Parser, write_text
+from shapes.commands import Parser, not_writable, write_text
 from shapes.gemms import layer_linears
 from shapes.models import MODELS, ModelConfig
 from shapes.program import Program

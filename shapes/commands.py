@@ -43,6 +43,18 @@ def print_text(text: str) -> int:
     return code
 
 
+def not_writable(path: Path) -> str | None:
+    """Why a file cannot be written there, or None; nothing is created."""
+    try:
+        if path.is_dir():
+            return "is a folder"
+        if not path.absolute().parent.is_dir():
+            return f"there is no folder {path.parent}"
+        return None if os.access(path if path.exists() else path.absolute().parent, os.W_OK) else "cannot be written"
+    except OSError as error:  # a name too long
+        return error.strerror
+
+
 def write_text(path: Path, text: str, inputs: Iterable[Path] = ()) -> None:
     """Write a file, whole or not at all: on a full disk what was there stays there.
 

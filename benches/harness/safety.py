@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from shapes.commands import not_writable
+
 # What ends a run: Ctrl-C, a batch system or `timeout`, a lost terminal. Windows lacks the last.
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
@@ -82,18 +84,6 @@ def file_storage(config: pytest.Config) -> Any:
         return load_storage(place, logger=None, default_machine_id=get_machine_id(), netrc=None)
     except argparse.ArgumentTypeError as error:
         raise pytest.UsageError(f"--benchmark-storage={place}: {error}") from None
-
-
-def not_writable(path: Path) -> str | None:
-    """Why a file cannot be written there, or None; nothing is created."""
-    try:
-        if path.is_dir():
-            return "is a folder"
-        if not path.absolute().parent.is_dir():
-            return f"there is no folder {path.parent}"
-        return None if os.access(path if path.exists() else path.absolute().parent, os.W_OK) else "cannot be written"
-    except OSError as error:  # a name too long
-        return error.strerror
 
 
 def _holds_something(path: Path) -> str | None:

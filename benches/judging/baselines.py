@@ -10,7 +10,9 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime as Moment
+from datetime import timezone
 from pathlib import Path
 from statistics import fmean, median, quantiles, stdev
 from typing import Any, NoReturn
@@ -22,7 +24,7 @@ from benches.report.analysis import MALFORMED, SCHEMA, launches_of
 from shapes.cases import KINDS
 
 AXES = {name: kind.axes for name, kind in KINDS.items()}
-# A baseline is of one version of what runs on the device. Drivers come with the hosts, and numpy times nothing.
+# Runs go together that have one version of what runs on the device. Drivers come with the hosts; numpy times nothing.
 PINNED = ("torch", "transformer_engine", "cuda_runtime", "cublas", "cudnn")
 CONTROLS = ("gemm", "fp8_gemm", "copy", "short_kernels", "python")  # others are of another version of this suite
 HOST_CONTROL = "python"
@@ -56,6 +58,15 @@ class Run:
     def when(self) -> tuple[str, str | None]:
         """What tells it from other runs."""
         return self.datetime, self.uuid
+
+    @property
+    def moment(self) -> Moment:
+        """When, to be compared; without a zone it is taken as UTC. Raises ValueError for what is no date."""
+        try:
+            found = Moment.fromisoformat(re.sub("Z$", "+00:00", self.datetime))  # as Python 3.10 reads it
+        except ValueError:
+            raise ValueError(f"{self.datetime!r} is not when a run was") from None
+        return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,8 @@ class Results:
     """One results file, or several together. `raw` is the newest.
 
     `selected` are the cases that were to run, None where a file does not say; `left_out` those that the options
-    offered and -k, -m or a path left out; `lost` those without a time: outcome and reason.
+    offered and -k, -m or a path left out; `lost` those without a time: outcome and reason; `failing` those with a time
+    that failed in another of the runs: the reason.
     """
 
     name: str
@@ -104,6 +116,7 @@ class Results:
     not_run: int
     planted: bool
     raw: Mapping[str, Any]
+    failing: Mapping[str, str] = field(default_factory=dict)
 
 
 def axes_of(case: str) -> dict[str, str]:
@@ -206,6 +219,8 @@ def _read(raw: Any, name: str) -> Results:
     runs = tuple(_run(one) for one in suite["runs"]) if "runs" in suite else (_own_run(raw),)
     if not runs:
         raise ValueError("has no runs")
+    for run in runs:
+        _ = run.moment  # refused now rather than when it is compared
     timed: dict[str, Timed] = {}
     for benchmark in raw["benchmarks"]:
         if (benchmark.get("extra_info") or {}).get("kind") not in AXES:
@@ -293,13 +308,16 @@ def _seconds(value: Any, what: str) -> float:
     return number
 
 
+_NEVER = Moment.min.replace(tzinfo=timezone.utc)
+
 # --- together ----------------------------------------------------------------------------------------------------
 
 
 def together(files: Sequence[Results]) -> Results:
     """Files as one: all their runs, and of each case the newest file's evidence.
 
-    Raises ValueError, in one line, for none, for files of different machines, and for the same run twice.
+    Raises ValueError, in one line, for none, for files of different machines or versions of what runs, and for the same
+    run twice.
     """
     if not files:
         raise ValueError("no runs")
@@ -309,7 +327,8 @@ def together(files: Sequence[Results]) -> Results:
     when = [run.when for file in files for run in file.runs]
     if twice := next((one for one in when if when.count(one) > 1), None):
         raise ValueError(f"the run of {twice[0]} is there twice: nothing can be learned from it again")
-    by_age = sorted(files, key=lambda file: max((run.datetime for run in file.runs), default=""))
+    _check_versions([run for file in files for run in file.runs])
+    by_age = sorted(files, key=lambda file: max((run.moment for run in file.runs), default=_NEVER))
     offsets = {id(file): sum(len(other.runs) for other in files[:index]) for index, file in enumerate(files)}
     timed: dict[str, Timed] = {}
     for file in reversed(by_age):
@@ -318,7 +337,9 @@ def together(files: Sequence[Results]) -> Results:
             newest = timed.get(case, replace(found, samples=()))
             samples = sorted((*newest.samples, *moved), key=lambda sample: sample.run)
             timed[case] = replace(newest, samples=tuple(samples))
-    lost = {case: why for file in by_age for case, why in file.lost.items() if case not in timed}
+    without = [(case, why) for file in by_age for case, why in file.lost.items()]
+    lost = {case: why for case, why in without if case not in timed}
+    failing = {case: reason for case, (outcome, reason) in without if case in timed and outcome == "failed"}
     selected = [file.selected for file in files if file.selected is not None]
     chosen = frozenset[str]().union(*selected) if len(selected) == len(files) else None
     return replace(
@@ -331,6 +352,7 @@ def together(files: Sequence[Results]) -> Results:
         lost=lost,
         not_run=sum(file.not_run for file in files) if chosen is None else len(chosen - timed.keys() - lost.keys()),
         planted=any(file.planted for file in files),
+        failing=failing,
     )
 
 
@@ -346,23 +368,31 @@ def of_runs(results: Results, chosen: Sequence[int]) -> Results:
 
 
 def _without(results: Results, cases: Collection[str]) -> Results:
-    """All but these cases, and but the runs that have no others."""
+    """All but these cases, and but the runs that have no others; what runs took is not known of some of them alone."""
     rest = {case: found for case, found in results.timed.items() if case not in cases}
     used = sorted({sample.run for found in rest.values() for sample in found.samples})
-    return of_runs(replace(results, timed=rest), used)
+    raw = results.raw
+    if len(used) < len(results.runs):
+        raw = {**raw, "suite": {**raw["suite"], "spent_s": {}}}
+    return of_runs(replace(results, timed=rest, raw=raw), used)
 
 
 def pool(
-    runs: Sequence[Mapping[str, Any]], onto: Mapping[str, Any] | None = None, renew: bool = False
+    runs: Sequence[Mapping[str, Any]],
+    onto: Mapping[str, Any] | None = None,
+    renew: bool = False,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Parsed results files as one baseline, or added to one; each may itself pool several runs.
 
     With `renew`, the cases that the runs have forget their earlier runs. A case's `stats` are of its runs' medians, so
     that pytest-benchmark compares with the median of these. What ran, the machine and what was not measured are the
-    newest file's. Raises ValueError, in one line, for runs that do not
-    belong together: of another GPU or CPU model, schema or version of what runs; planted ones; the same run twice.
+    newest file's; `names` are what errors call the runs. Raises ValueError, in one
+    line, for runs that do not belong together: of another GPU or CPU model, schema or version of what runs; planted
+    ones; the same run twice.
     """
-    files = [read(raw, f"run {number}") for number, raw in enumerate(runs, start=1)]
+    names = names or [f"run {number}" for number in range(1, len(runs) + 1)]
+    files = [read(raw, name) for raw, name in zip(runs, names, strict=True)]
     if onto is not None:
         old = read(onto, "the baseline")
         files.insert(0, _without(old, {case for file in files for case in file.timed}) if renew else old)
@@ -371,7 +401,6 @@ def pool(
     if ended := next((file for file in files if file.not_run), None):
         raise ValueError(f"{ended.name}: it was ended early, and {ended.not_run} cases were not run: it is no baseline")
     whole = together(files)
-    _check_versions(whole.runs)
     if not whole.timed:
         raise ValueError(f"{whole.name}: no case has a time")
     suite = {key: value for key, value in whole.raw["suite"].items() if key not in OF_THE_RUNS}
@@ -402,11 +431,11 @@ def _spent(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return spent
 
 
-def _check_versions(runs: Iterable[Run]) -> None:
+def _check_versions(runs: Sequence[Run]) -> None:
     for name in PINNED:
         versions = sorted({str(run.versions.get(name)) for run in runs})
         if len(versions) > 1:
-            raise ValueError(f"runs with {name} {' and '.join(versions)}: a baseline is of one version")
+            raise ValueError(f"runs with {name} {' and '.join(versions)}: only those of one version go together")
 
 
 def _pooled(found: Timed) -> dict[str, Any]:

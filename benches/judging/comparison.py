@@ -27,8 +27,7 @@ from benches.judging.moderation import Array, Key, Moderated, Scatter, moderate,
 # One run in a hundred of which nothing has changed may be told apart from its baseline, half of these as slower.
 ALPHA = 0.005
 CONFIDENCE = 0.95  # of the interval, which decides on SAME
-POWER = 0.95  # of the detectable effect, as it is stated
-PLANNED_POWER = 0.97  # as it is computed: deviations are estimates themselves
+PLANNED_POWER = 0.97  # of the detectable effect, stated as 0.95: deviations are estimates themselves
 
 FLOOR = 0.01
 FLOOR_NOISES = 3.0
@@ -40,6 +39,7 @@ HOST_FLOOR = 0.2  # measured: 12 % (layers) and 43 % (GEMMs) from process to pro
 MEDIAN_VARIANCE = (np.nan, 1.0, 0.5, 0.4487, 0.2982, 0.2868, 0.2147, 0.2104, 0.1682, 0.1661, 0.1383)
 
 FEWEST_OF_THE_BOARD = 3  # runs, for a board to be compared with itself alone
+FEWEST_TO_SCATTER = 4  # cases of a kind, to say how much they differ among themselves
 # Of a control from process to process: measured 0.1 % of GEMMs and 0.2 % of the copy, and some percent on CPUs that
 # others share. A shift of less than so many deviations is none: in ten unchanged runs on the baseline's board cases did
 # not follow their controls' noise, and to take it off made it theirs (+2 % was found in 35 of 39 quantizations of
@@ -135,7 +135,7 @@ class Decisions:
     """What can be said of each case. Differences in logs; p values are corrected for the number of cases.
 
     `low` and `high` are the ends of the difference's interval; `detectable` is the smallest slowdown that is found
-    with POWER; `verdicts` are of SLOWER, FASTER, SAME, UNRESOLVED.
+    95 times in 100; `verdicts` are of SLOWER, FASTER, SAME, UNRESOLVED.
     """
 
     floor: Array
@@ -198,22 +198,43 @@ def of_the_board(before: Table, now: Table) -> Table:
     return Table(np.where(enough[:, None] & ~own, np.nan, before.logs), before.boards)
 
 
-def expected(before: Centre, now: Centre, controls: Controls, following: Array) -> Expected:
-    """What controls lead to expect of cases.
+def levels(controls: Table, there: NDArray[np.bool_]) -> tuple[Array, Array]:
+    """The middle of each control over the runs that a case has, and its variance over that of one run.
 
-    Controls are weighed by board as the case's runs are. One that lacks on either side stands for nothing, and one
-    that shifted by no more than it does from run to run did not shift.
+    `there` says which these are: (cases, runs). Both results are (cases, controls), NaN where one of the case's boards
+    lacks the control.
+    """
+    patterns, which = np.unique(there, axis=0, return_inverse=True)  # cases of a run mostly have the same ones
+    found = [_level(controls, pattern) for pattern in patterns]
+    log_s, factor = (np.stack(part)[which.reshape(-1)] for part in zip(*found, strict=True))
+    return log_s, factor
+
+
+def _level(controls: Table, chosen: NDArray[np.bool_]) -> tuple[Array, Array]:
+    """As `centre`, but what a board lacks has no middle."""
+    boards = np.unique(controls.boards[chosen])
+    if not len(boards):
+        nothing = np.full(len(controls.logs), np.nan)
+        return nothing, nothing
+    parts = [middle(controls.logs[:, chosen & (controls.boards == board)]) for board in boards]
+    factors = np.mean([median_variance(count) for _, count in parts], axis=0)
+    return np.mean([logs for logs, _ in parts], axis=0), factors / len(boards)
+
+
+def expected(before: Table, now: Table, controls: Controls, following: Array) -> Expected:
+    """What controls lead to expect of cases, from the runs that a case has: others may be of a faster or slower day.
+
+    A control that lacks on either side stands for nothing, and one that shifted by no more than it does from run to
+    run did not shift.
     """
     variance, df = within_boards(controls.before, controls.now)
     stated = CONTROL_DEVIATIONS[controls.device] ** 2
     moderated = (CONTROL_DF * stated + df * variance) / (CONTROL_DF + df)
-    shift, factor = np.zeros_like(controls.weights), np.zeros_like(controls.weights)
-    for sign, of_cases, table in ((-1, before, controls.before), (1, now, controls.now)):
-        for board, share in of_cases.shares.items():
-            logs, count = middle(table.logs[:, table.boards == board])
-            used = np.where(share[:, None] > 0, share[:, None], np.nan)
-            shift += np.where(share[:, None] > 0, sign * used * logs, 0.0)
-            factor += np.where(share[:, None] > 0, used**2 * median_variance(count), 0.0)
+    was, found = (
+        levels(of_controls, np.isfinite(of_cases.logs))
+        for of_controls, of_cases in ((controls.before, before), (controls.now, now))
+    )
+    shift, factor = found[0] - was[0], found[1] + was[1]
     known = np.isfinite(shift) & np.isfinite(factor)
     weights = np.where(known, controls.weights, 0.0)
     variances = np.where(known, factor, 0.0) * moderated
@@ -251,24 +272,26 @@ def _boards_apart(before: Centre, now: Centre) -> Array:
 
 
 def between_boards(before: Table, noise: Array, stated: Array, kinds: NDArray[np.str_]) -> Array:
-    """Variance of a board's part in each case: as stated, and where `before` has several boards, as its cases show.
+    """Variance of a board's part in each case: as stated, and as those cases show that `before` has of several boards.
 
     `before` is corrected for its controls, `noise` the variance of one run, which is in the boards' middles too, and
     `kinds` are regimes and bands of times. The stated variance counts as much as one board.
     """
-    boards = np.unique(before.boards)
+    parts = [middle(before.logs[:, before.boards == board]) for board in np.unique(before.boards)]
+    there = np.stack([count > 0 for _, count in parts])
+    middles = np.where(there, np.stack([logs for logs, _ in parts]), 0.0)
+    of_runs = np.where(there, np.stack([median_variance(count) for _, count in parts]), 0.0)
+    count = np.maximum(there.sum(axis=0), 1)
+    squares = np.where(there, (middles - middles.sum(axis=0) / count) ** 2, 0.0).sum(axis=0)
+    df = count - 1.0
+    beyond = squares - df * noise * of_runs.sum(axis=0) / count
     variance = stated**2
-    if len(boards) < 2:
-        return variance
-    parts = [middle(before.logs[:, before.boards == board]) for board in boards]
-    middles = np.stack([logs for logs, _ in parts])
-    of_noise = noise * np.mean([median_variance(count) for _, count in parts], axis=0)
-    seen = np.isfinite(middles).all(axis=0)
     for kind in np.unique(kinds):
-        rows = (kinds == kind) & seen
-        if rows.any():
-            found = max(float((middles[:, rows].var(axis=0, ddof=1) - of_noise[rows]).mean()), 0.0)
-            variance = np.where(kinds == kind, (stated**2 + (len(boards) - 1) * found) / len(boards), variance)
+        rows = kinds == kind
+        if known := float(df[rows].sum()):
+            found = max(float(beyond[rows].sum()) / known, 0.0)
+            boards = float(df[rows & (df > 0)].mean())  # beyond the first, that a case has: cases vary together
+            variance = np.where(rows, (variance + boards * found) / (1 + boards), variance)
     return variance
 
 
@@ -289,7 +312,7 @@ def compare(
     own = of_the_board(before, now)
     was, found = centre(own), centre(now)
     following = np.array([FOLLOWING.get(key[1], 0.5) for key in keys])
-    shift = expected(was, found, controls, following) if controls else unexpected(len(keys))
+    shift = expected(own, now, controls, following) if controls else unexpected(len(keys))
     difference = found.log_s - was.log_s - shift.shift
     factor = was.factor + found.factor
     variance, df = within_boards(before, now)
@@ -317,11 +340,14 @@ def _corrected(before: Table, controls: Controls | None) -> Table:
     """Logs less what the controls of their board are: only differences between boards mean anything."""
     if controls is None:
         return before
-    logs, boards = before.logs.copy(), np.unique(before.boards)
-    levels = np.stack([middle(controls.before.logs[:, controls.before.boards == board])[0] for board in boards])
-    levels = np.where(np.isfinite(levels).all(axis=0), levels, 0.0)  # a control that a board lacks corrects none
-    for board, level in zip(boards, levels, strict=True):
-        logs[:, before.boards == board] -= (controls.weights @ level)[:, None]
+    of_boards = np.unique(before.boards)[:, None] == before.boards  # (boards, runs)
+    there = np.isfinite(before.logs) & np.asarray(of_boards)[:, None]
+    found = np.stack([levels(controls.before, runs)[0] for runs in there])  # (boards, cases, controls)
+    lacking = (there.any(axis=2)[:, :, None] & ~np.isfinite(found)).any(axis=0)  # by one board: corrects none
+    logs = before.logs.copy()
+    for here, level in zip(of_boards, found, strict=True):
+        usable = np.isfinite(level) & ~lacking
+        logs[:, here] -= (controls.weights * np.where(usable, level, 0.0)).sum(axis=1)[:, None]
     return Table(logs, before.boards)
 
 
@@ -334,7 +360,7 @@ def _at_least_as_they_differ(moderated: Moderated, keys: Sequence[Key], differen
     for key in {key for key, stated in zip(keys, moderated.stated, strict=True) if stated}:
         rows = np.array([one == key for one in keys]) & moderated.stated
         scaled = difference[rows] / np.sqrt(factor[rows])
-        if rows.sum() > FEWEST_OF_THE_BOARD:
+        if rows.sum() >= FEWEST_TO_SCATTER:
             scatter = 1.4826 * np.median(np.abs(scaled - np.median(scaled)))
             variance[rows] = np.maximum(variance[rows], scatter**2)
     return Moderated(variance, moderated.df, moderated.stated)

@@ -18,6 +18,8 @@ from benches.harness.medians import median
 from benches.harness.safety import file_storage
 from benches.harness.workbench import Workbench, in_one_line
 from benches.judging.baselines import Results, read, read_json, stored, together
+from benches.report.analysis import MALFORMED
+from benches.report.refusals import in_words
 from shapes.cases import KINDS
 
 if TYPE_CHECKING:
@@ -89,10 +91,17 @@ class Gatekeeper:
         """Judge against this file too. Raises pytest.UsageError, in one line, where that cannot be."""
         if not importlib.util.find_spec("scipy"):
             raise pytest.UsageError("--benchmark-compare: the gate needs scipy (pip install scipy)")
+        from benches.judging.differences import parts_of
+
         try:
-            self._baselines.append(read(raw, name))
-        except ValueError as error:
-            raise pytest.UsageError(f"--benchmark-compare: {error}") from None
+            baseline = read(raw, name)
+            for timed in baseline.timed.values():  # what the gate will look at, before minutes go into measuring
+                parts_of(timed)
+        except (ValueError, *MALFORMED) as error:
+            raise pytest.UsageError(
+                f"--benchmark-compare: {name}: {in_words(error).removeprefix(f'{name}: ')}"
+            ) from None
+        self._baselines.append(baseline)
 
     def check_found(self, asked: str | bool | None) -> None:
         """Raise pytest.UsageError where what --benchmark-compare asked for, by name or not, is not there."""
@@ -106,6 +115,11 @@ class Gatekeeper:
     def check(self, results: Mapping[str, Any]) -> None:
         """Before anything is measured: raise pytest.UsageError where the baseline is of another machine."""
         now = read(_dated(results), "this run")
+        if self._baselines:
+            try:
+                together(self._baselines)
+            except ValueError as error:
+                raise pytest.UsageError(f"--benchmark-compare: {error}") from None
         for baseline in self._baselines:
             if baseline.machine != now.machine:
                 what = f"{baseline.name} is of {baseline.machine}, and this is {now.machine}"
@@ -115,10 +129,11 @@ class Gatekeeper:
         """Judge what was measured, which becomes `outcome`; where that cannot be, a note says why."""
         from benches.judging.judge import judge
 
+        self.outcome = None
         try:
             self.outcome = judge(together(self._baselines), read(_dated(results), "this run"))
-        except ValueError as error:
-            self.notes.append(f"not judged: {error}")
+        except Exception as error:  # a file can be spoiled in many ways, and what was measured is still to be saved
+            self.notes.append(f"not judged: {in_words(error)}")
 
     def measure_again(self, results: Mapping[str, Any], workbench: Workbench, rest: Callable[[], None]) -> None:
         """Measure cases that seem slower twice more, after a pause and with new tensors, into their `again_s`.

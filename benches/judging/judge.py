@@ -1,7 +1,7 @@
 """The gate: a verdict on every case of a run, or of several together, against a baseline.
 
     SLOWER      beyond the floor, and significant over the whole suite (`comparison`)
-    MISSING     in the baseline, selected, and without a time: failed, skipped, not come to, or renamed
+    MISSING     in the baseline, selected, and without a time: skipped, not come to, or renamed; or failed, in most runs
     CHANGED     as fast as before, or too noisy to tell, but with other kernels, launches, formats, attention, memory or
                 host time
     UNRESOLVED  neither slower, nor faster, nor surely the same
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benches.harness.kernels import LAUNCHES
-from benches.judging.baselines import AXES, Results, Sample, Timed, axes_of
+from benches.judging.baselines import AXES, Results, Sample, Timed, axes_of, of_runs
 from benches.judging.comparison import (
     BOARD_DEVIATION,
     BOARD_DEVIATIONS,
@@ -110,7 +110,7 @@ class Reasons:
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict on a case. `reason` says why it has no time, `absent_runs` in how many runs it has none."""
+    """The verdict on a case. `reason` says why it has no time, or failed; `absent_runs` in how many it has none."""
 
     case: str
     verdict: str
@@ -171,7 +171,8 @@ def judge(before: Results, now: Results, others: Scatter | None = None) -> Outco
             f"{now.name}: the run of {min(both)[0]} is one of {before.name}, and cannot be judged by itself"
         )
     cases = [case for case in now.timed if case in before.timed]
-    times, hosts = _times(before, now, cases, others), _host_times(before, now, cases)
+    own = _of_cases(before, cases)
+    times, hosts = _times(own, now, cases, others), _host_times(own, now, cases)
     absent = {case: _why_absent(case, now) for case in before.timed if case not in now.timed}
     findings = [_finding(before.timed[case], now, times[case], hosts.get(case)) for case in cases]
     findings += [Finding(case, "MISSING", reason=reason) for case, reason in absent.items() if reason]
@@ -184,18 +185,24 @@ def judge(before: Results, now: Results, others: Scatter | None = None) -> Outco
         runs_before=len(before.runs),
         runs_now=len(now.runs),
         findings=tuple(sorted(findings, key=lambda finding: VERDICTS.index(finding.verdict))),
-        controls=_control_ratios(before, now),
-        differing=machine_changes(before, now),
+        controls=_control_ratios(own, now),
+        differing=machine_changes(own, now),
         left_out=dict(left_out),
         lost={
             case: why for case, why in now.lost.items() if case not in before.timed and not _known(case, before, now)
         },
         planted=now.planted,
-        notes=tuple(_notes(before, now, list(times.values()))),
+        notes=tuple(_notes(own, now, list(times.values()))),
     )
 
 
 # --- times -------------------------------------------------------------------------------------------------------
+
+
+def _of_cases(before: Results, cases: Sequence[str]) -> Results:
+    """The baseline's runs that have any of these cases: what others measured says nothing of them."""
+    runs = sorted({sample.run for case in cases for sample in before.timed[case].samples})
+    return of_runs(before, runs) if runs else before
 
 
 def _times(before: Results, now: Results, cases: Sequence[str], others: Scatter | None) -> dict[str, Judged]:
@@ -222,23 +229,29 @@ def _times(before: Results, now: Results, cases: Sequence[str], others: Scatter 
 
 
 def _without_launches(before: Results, now: Results, cases: Sequence[str], tables: Sequence[Table]) -> list[Table]:
-    """Times less what each run's launches cost more than those of the baseline's runs do; without that control as is.
+    """Times less what each run's launches cost more than those of the baseline's runs do.
 
-    On an H200 a launch costs up to 0.16 us more in one process than in the next, in every case alike.
+    On an H200 a launch costs up to 0.16 us more in one process than in the next, in every case alike. A case stays as
+    it is where one of the runs that are compared lacks that control, or it must be wrong: half a correction is worse
+    than none.
     """
     costs = [
         np.array([run.controls.get("short_kernels", np.nan) / LAUNCHES for run in one.runs]) for one in (before, now)
     ]
-    if not np.isfinite(costs[0]).any():
+    if not all(np.isfinite(part).any() for part in costs):
         return list(tables)
-    excess = [np.nan_to_num(part - np.nanmedian(costs[0])) for part in costs]
     launches = np.array([before.timed[case].extra.get("launches") or 0 for case in cases])
+    usual = np.nanmedian(costs[0])
     shares = [
-        launches[:, None] * part[None, :] / np.exp(table.logs) for part, table in zip(excess, tables, strict=True)
+        launches[:, None] * (part - usual)[None, :] / np.exp(table.logs)
+        for part, table in zip(costs, tables, strict=True)
     ]
+    usable = [np.abs(share) <= MOST_OF_LAUNCHES for share in shares]  # which NaN is not
+    compared = [np.isfinite(table.logs) for table in (of_the_board(*tables), tables[1])]
+    whole = np.all([(good | ~there).all(axis=1) for good, there in zip(usable, compared, strict=True)], axis=0)
     return [
-        Table(table.logs + np.log1p(-np.clip(share, -MOST_OF_LAUNCHES, MOST_OF_LAUNCHES)), table.boards)
-        for table, share in zip(tables, shares, strict=True)
+        Table(table.logs + np.log1p(-np.where(good & whole[:, None], share, 0.0)), table.boards)
+        for table, share, good in zip(tables, shares, usable, strict=True)
     ]
 
 
@@ -272,8 +285,8 @@ def _table(results: Results, cases: Sequence[str], seconds: Callable[[Sample], f
     return Table(logs, _boards(results, side))
 
 
-def _control_table(results: Results, side: int) -> Table:
-    times = [[run.controls.get(name, np.nan) for run in results.runs] for name in FOLLOWED]
+def _control_table(results: Results, side: int, names: Iterable[str] = FOLLOWED) -> Table:
+    times = [[run.controls.get(name, np.nan) for run in results.runs] for name in names]
     return Table(np.log(np.array(times)), _boards(results, side))
 
 
@@ -377,8 +390,13 @@ def scatter(spreads: Sequence[Mapping[str, Any]]) -> Scatter | None:
 def _finding(before: Timed, now: Results, time: Judged, host: Judged | None) -> Finding:
     found = now.timed[before.case]
     differing = (*changes(before, found), *_host_change(host))
-    verdict = time.verdict
-    if verdict in ("SAME", "UNRESOLVED") and differing:
+    absent = len(now.runs) - len(found.samples)
+    verdict, reason = time.verdict, ""
+    if before.case in now.failing:
+        reason = f"failed in {absent} of {len(now.runs)} runs: {now.failing[before.case]}"
+    if reason and 2 * absent > len(now.runs):  # as with times, an odd run decides nothing
+        verdict = "MISSING"
+    elif verdict in ("SAME", "UNRESOLVED") and differing:
         verdict = "CHANGED"
     slower = verdict == "SLOWER"
     return Finding(
@@ -388,7 +406,8 @@ def _finding(before: Timed, now: Results, time: Judged, host: Judged | None) -> 
         host=host,
         changes=differing,
         reasons=_reasons(before, found, time.now_s - time.before_s) if slower else None,
-        absent_runs=len(now.runs) - len(found.samples),
+        reason=reason,
+        absent_runs=absent,
     )
 
 
@@ -423,7 +442,13 @@ def _why_absent(case: str, now: Results) -> str:
         if axis == "model" or value in KNOWN.get(axis, ()) or (axis == "linear" and _given(case, now)):
             return ""
         unknown.append(f"{axis} {value!r}")
-    return f"renamed or removed: {', '.join(unknown) or 'no case of this name'} can be selected any more"
+    return f"renamed or removed: {_gone(unknown)}"
+
+
+def _gone(unknown: Sequence[str]) -> str:
+    if unknown:
+        return f"{', '.join(unknown)} cannot be selected any more"
+    return "no case of this name can be selected any more"
 
 
 def _known(case: str, before: Results, now: Results) -> bool:
@@ -441,15 +466,13 @@ def _given(case: str, now: Results) -> bool:
 
 
 def _control_ratios(before: Results, now: Results) -> dict[str, float]:
-    """Now / before of each control that both have: of the medians over runs."""
-    names = dict.fromkeys(name for run in (*before.runs, *now.runs) for name in run.controls)
-    middles = [{name: _over_runs(one, name) for name in names} for one in (before, now)]
-    return {name: middles[1][name] / middles[0][name] for name in names if all(part[name] for part in middles)}
-
-
-def _over_runs(results: Results, control: str) -> float:
-    found = [run.controls[control] for run in results.runs if control in run.controls]
-    return float(np.median(found)) if found else 0.0
+    """Now / before of each control that both have, of the runs that cases are compared with."""
+    names = list(dict.fromkeys(name for run in (*before.runs, *now.runs) for name in run.controls))
+    if not names:
+        return {}
+    tables = [_control_table(one, side, names) for side, one in enumerate((before, now))]
+    shifts = centre(tables[1]).log_s - centre(of_the_board(*tables)).log_s
+    return {name: _ratio(shift) for name, shift in zip(names, shifts, strict=True) if np.isfinite(shift)}
 
 
 def _notes(before: Results, now: Results, times: Sequence[Judged]) -> Iterator[str]:
@@ -462,11 +485,17 @@ def _notes(before: Results, now: Results, times: Sequence[Judged]) -> Iterator[s
     if stated := sum(time.noise_stated for time in times):
         yield f"noise of {stated} of {len(times)} cases is assumed, not measured: pool more runs, or give --noise"
     boards = [{run.uuid for run in one.runs} for one in (before, now)]
-    if before.machine.device == "cuda" and not boards[1] <= boards[0]:
+    if before.machine.device == "cuda" and (None in boards[1] or not boards[1] <= boards[0]):
         yield "another board than the baseline's: judged with what boards differ by beyond their controls"
     if not any(run.controls for run in before.runs) or not any(run.controls for run in now.runs):
         yield "no controls on one side: a shift of the machine cannot be told from one of the cases"
+    elif not all("short_kernels" in run.controls for run in now.runs) and _launches_known(before):
+        yield "no control of short kernels in this run: launches that cost more or less are not allowed for"
     yield from _absences(now.lost)
+
+
+def _launches_known(before: Results) -> bool:
+    return any("short_kernels" in run.controls for run in before.runs)
 
 
 def _absences(lost: Mapping[str, tuple[str, str]]) -> Iterable[str]:

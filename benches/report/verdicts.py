@@ -163,9 +163,10 @@ def _totals(outcome: Outcome) -> Iterator[str]:
     if outcome.left_out:
         left = ", ".join(f"{count} of {model}" for model, count in outcome.left_out.items())
         yield f"not selected, so not judged: {left}"
-    if absent := [finding for finding in outcome.findings if finding.absent_runs and finding.time]:
-        more = ", ..." if len(absent) > 1 else ""
-        yield f"not in all {outcome.runs_now} runs: {len(absent)} cases, {absent[0].case}{more}"
+    if absent := [one for one in outcome.judged if one.absent_runs and one.verdict != "MISSING"]:
+        count, more = ("1 case", "") if len(absent) == 1 else (f"{len(absent)} cases", ", ...")
+        yield f"not in all {outcome.runs_now} runs: {count}, {absent[0].case}{more}"
+        yield from (f"{one.case} {one.reason}" for one in absent if one.reason)
     if found := [finding.time.detectable for finding in outcome.judged if finding.time]:
         half, everything = percent(median(found)), percent(max(found))
         if median(found) > HOPELESS:

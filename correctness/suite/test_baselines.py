@@ -126,6 +126,21 @@ class TestPooling:
             file["suite"]["spent_s"] = {"measuring": 10.0 + number, "all": 20.0}
         assert pool(files)["suite"]["spent_s"] == {"measuring": 60.0, "all": 100.0}
 
+    def test_seconds_of_runs_that_are_forgotten_are_too(self) -> None:
+        """Whose share of the old file's nobody knows."""
+        old, new = pool(runs(3)), runs(2)
+        assert pool(new, onto=old, renew=True)["suite"]["spent_s"] == {"all": 2.0}
+        assert pool(new, onto=old)["suite"]["spent_s"] == {"all": 5.0}
+
+    @pytest.mark.parametrize("date", ["2025-12-31T20:00:00-08:00", "2026-01-01T04:00:00Z", "2026-01-01T04:00:00.5"])
+    def test_the_newest_is_so_by_the_clock(self, date: str) -> None:
+        """Wherever it was read: these are four o'clock of UTC, and nine in the morning of Tokyo is midnight."""
+        early, late = results({FIRST: 1e-3}), results({FIRST: 1e-3})
+        early["datetime"], late["datetime"] = "2026-01-01T09:00:00+09:00", date
+        late["benchmarks"][0]["extra_info"]["launches"] = 7
+        for order in ([early, late], [late, early]):
+            assert case_of(pool(order), FIRST)["extra_info"]["launches"] == 7
+
     def test_a_case_that_a_run_lost_is_not_called_lost(self) -> None:
         """Another run has its time; one that none has stays lost."""
         lost = [{"case": case, "outcome": "failed", "reason": "out of memory"} for case in (FIRST, THIRD)]
@@ -233,6 +248,16 @@ class TestCommand:
         assert self.called(files=fewer) == 0
         assert f"never judged again: 11 cases, {min(list(TIMES)[1:])}, ..." in capsys.readouterr().out
 
+    def test_somebody_s_own_benchmark_in_it_does_not_matter(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """pytest-benchmark writes all that ran into one file."""
+        files = runs(2)
+        for file in files:
+            file["benchmarks"].append({"name": "theirs", "stats": {"median": 1.0}, "extra_info": {}})
+        assert self.called("-o", "mine.json", files=files[:1]) == 0
+        assert "mine.json: 12 cases of 1 run" in capsys.readouterr().out
+        Path("mine.json").write_text(json.dumps(files[0]))
+        assert self.called("-o", "mine.json", files=files[1:]) == 0
+
     def test_the_stored_one_survives_a_full_disk(self, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         """And a file of a run is not overwritten."""
         self.called(files=runs(5))
@@ -282,6 +307,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda file: file["machine_info"]["versions"].update(transformer_engine="2.21"),
         "runs with transformer_engine 2.20.2 and 2.21",
     ),
+    "no date": (lambda file: file.update(datetime=None), "'None' is not when a run was"),
     "ended early": (lambda file: file["suite"].update(not_run=3), "it was ended early, and 3 cases were not run"),
     "kernels of negative time": (
         lambda file: file["benchmarks"][0]["extra_info"].update(category_s={"copy": -1.0}),

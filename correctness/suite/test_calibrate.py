@@ -84,7 +84,7 @@ def test_each_target_gets_each_size_in_its_turn() -> None:
 def test_a_line_says_rate_and_interval() -> None:
     """And that there were no trials, where there were none."""
     assert str(rate("5 %", GATE, [True, False])).endswith("1 of    2    50.0%  (1.3% to 98.7%)")
-    assert str(rate("5 %", GATE, [])).endswith("none")
+    assert str(rate("5 %", GATE, [])).endswith("no runs")
 
 
 def test_a_baseline_is_calibrated_by_its_own_runs() -> None:
@@ -148,6 +148,17 @@ def test_the_command_runs_judges_writes_and_draws(
     assert [one["hits"] for one in json.loads(out.read_text())["planted"] if one["by"] == GATE] == [1, 1]
     assert picture.stat().st_size > 1000
     assert "unchanged suites with an alarm" in capsys.readouterr().out
+
+
+def test_a_run_is_not_overwritten_by_its_rates(baseline: Path, tmp_path: Path, capsys: Any) -> None:
+    """It took minutes; rates that are there already are written anew."""
+    file = tmp_path / "unchanged0.json"
+    file.write_text(content := json.dumps(run(0).raw))
+    words = [f"--baseline={baseline}", "--unchanged=1", f"--folder={tmp_path}"]
+    assert main([*words, f"--json={file}"]) == 4
+    assert "is one of the files that are read" in capsys.readouterr().err
+    assert file.read_text() == content
+    assert [main([*words, f"--json={tmp_path}/rates.json"]) for _ in range(2)] == [0, 0]
 
 
 def test_what_was_interrupted_goes_on(baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +267,8 @@ def test_runs_with_other_plants_are_refused(baseline: Path, tmp_path: Path, caps
         (["--baseline={baseline}", "--unchanged=-1"], "must not be negative"),
         (["--baseline={baseline}", "--unchanged=0"], "nothing to do"),
         (["--baseline={baseline}", "--stored", "--json={baseline}"], "is one of the files that are read"),
+        (["--baseline={baseline}", "--json=/nowhere/rates.json"], "/nowhere/rates.json: there is no folder /nowhere"),
+        (["--baseline={baseline}", "--plot=power.foo"], "power.foo: no format for pictures; there are "),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, baseline: Path, capsys: Any) -> None:

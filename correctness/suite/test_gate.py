@@ -312,6 +312,14 @@ class TestRefusals:
         code = against(tmp_path, *runs(2), "--noise", noise)
         self.refused(code, capsys.readouterr(), "", "noise.json")
 
+    def test_what_was_read_is_not_overwritten(self, tmp_path: Path, capsys: Printed) -> None:
+        """A file of noise took six runs."""
+        (noise,) = written(tmp_path, noise=[{"case": FIRST, "runs_s": [1e-3, 1.001e-3]}])
+        content = Path(noise).read_text()
+        code = against(tmp_path, *runs(2), "--noise", noise, "--json", noise)
+        self.refused(code, capsys.readouterr(), "is one of the files that are read", "noise.json")
+        assert Path(noise).read_text() == content
+
 
 @pytest.mark.parametrize("rounds", [1, 1000])
 def test_how_many_rounds_a_run_had_does_not_matter(rounds: int, tmp_path: Path, capsys: Printed) -> None:

@@ -160,6 +160,35 @@ def test_a_run_that_could_not_be_judged_does_not_pass() -> None:
     assert "not judged: " in found.report()
 
 
+def test_what_the_gate_cannot_make_sense_of_is_a_note() -> None:
+    """An exception in pytest's hook would keep pytest-benchmark from saving what was measured."""
+    found = keeper()
+    found.judge(results(0.011, 0.02, 0.03))
+    assert found.outcome
+    spoiled = results(0.011, 0.02, 0.03)
+    spoiled["benchmarks"][0]["extra_info"]["segments"] = ["forward"]
+    spoiled["suite"]["evidence"] = {"layer/tiny/torch/bf16/eager": {"segments": {}}}
+    found.judge(spoiled)
+    assert found.exit_code() == 1
+    assert "not judged: not a usable results file (KeyError: 'forward')" in found.report()
+
+
+def test_a_baseline_that_the_gate_cannot_make_sense_of_is_refused_before_anything_is_measured() -> None:
+    """As are several of different versions."""
+    spoiled = results(0.01)
+    spoiled["benchmarks"][0]["extra_info"]["segments"] = ["forward"]
+    spoiled["suite"]["evidence"] = {"layer/tiny/torch/bf16/eager": {"segments": {}}}
+    with pytest.raises(pytest.UsageError, match=r"^--benchmark-compare: old: not a usable results file") as error:
+        Gatekeeper(strict=False).add(spoiled, "old")
+    assert "\n" not in str(error.value)
+    found, newer = keeper(), results(0.01, day=9)
+    newer["machine_info"]["versions"]["transformer_engine"] = "2.21"
+    found.check(results(0.01, day=10))
+    found.add(newer, "newer")
+    with pytest.raises(pytest.UsageError, match=r"runs with transformer_engine 2\.21 and None"):
+        found.check(results(0.01, day=10))
+
+
 def test_without_a_comparison_nothing_is_judged() -> None:
     """And nothing fails."""
     found = Gatekeeper(strict=True)

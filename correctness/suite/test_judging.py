@@ -22,6 +22,7 @@ from benches.judging.comparison import (
     decide,
     holm,
     host_floor,
+    levels,
     median_variance,
     middle,
     of_the_board,
@@ -30,6 +31,7 @@ from benches.judging.comparison import (
 )
 from benches.judging.judge import LAUNCHES, VERDICTS, Finding, Outcome, judge, scatter
 from benches.judging.moderation import Scatter, fit_prior, moderate, rounded, stated_deviation
+from benches.report.verdicts import render
 from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, noisy, results, runs
 
 FIRST, SECOND, THIRD = CASES[:3]
@@ -238,7 +240,7 @@ class TestControls:
         assert found.expected == pytest.approx(1.04**0.75 * 1.02**0.25)
 
     def test_what_launches_cost_is_taken_off_run_by_run(self) -> None:
-        """Runs whose 20 launches cost 0.1 us more each are alike; one that lacks the control stays as it is."""
+        """Runs whose 20 launches cost 0.1 us more each are alike; where one lacks the control all stay as they are."""
         assert LAUNCHES == controls.LAUNCHES
         times, cost = dict.fromkeys(CASES[:12], 1e-3), 0.1e-6
 
@@ -260,15 +262,47 @@ class TestControls:
         assert found.time.noise < 1e-4
         without = [file(number) for number in range(6)]
         without[5]["suite"]["controls"].pop()
-        found = of(gate(without[5], pool(without[:5])), FIRST)
+        outcome = gate(without[5], pool(without[:5]))
+        assert any("no control of short kernels" in note for note in outcome.notes)
+        found = of(outcome, FIRST)
         assert found.time
         assert found.time.ratio == pytest.approx(1.002)
-        assert found.time.noise < 1e-4
+        assert found.time.noise > 1e-3  # as the five differ, uncorrected as well
         without[1]["suite"]["controls"].pop()
         found = of(gate(file(5), pool(without[:5])), FIRST)
         assert found.time
+        assert found.time.ratio == pytest.approx(1.002)
+        assert found.time.noise > 1e-3
+        without[1]["machine_info"]["gpu"]["uuid"] = "two"  # with which nothing is compared: three others are enough
+        found = of(gate(file(5), pool(without[:5])), FIRST)
+        assert found.time
         assert found.time.ratio == pytest.approx(1.0, abs=1e-6)
-        assert found.time.noise > 5e-4
+
+    def test_controls_are_those_of_a_case_s_own_runs(self) -> None:
+        """Of the same board, on a day when all of it was 3 % slower; the other cases were measured on other days."""
+        slow_times = {case: time_s * 1.03 for case, time_s in TIMES.items()}
+        others = dict.fromkeys(CASES[12:20], 1e-3)
+        baseline = pool([*runs(30, others), *runs(3, slow_times, controls=1.03)])
+        now = results(noisy(slow_times, 0.001, 77) | others, controls=1.03)
+        found = of(gate(now, baseline), FIRST).time
+        assert found
+        assert found.expected == pytest.approx(1.0, abs=1e-4)
+
+    def test_a_control_of_launches_that_must_be_wrong_takes_nothing_off(self) -> None:
+        """By it the 20 launches of a millisecond would cost a quarter more of it."""
+
+        def file(control_s: float) -> Any:
+            made = slowed(1.0)
+            for benchmark in made["benchmarks"]:
+                benchmark["extra_info"]["launches"] = 20
+            made["suite"]["controls"].append({"name": "short_kernels", "time_s": 1.0, "median_s": control_s})
+            return made
+
+        baseline = pool([file(2e-4) for _ in range(5)])
+        for control_s, ratio in ((2e-4 + 9e-4, 1 - 0.18), (2e-4 + 12.5e-4, 1.0)):
+            found = of(gate(file(control_s), baseline), FIRST).time
+            assert found
+            assert found.ratio == pytest.approx(ratio, abs=0.003)
 
     def test_without_controls_nothing_is_taken_off(self) -> None:
         """And the outcome says so."""
@@ -299,6 +333,29 @@ class TestBoards:
         outcome = gate(slowed(1.02), baseline)
         assert outcome.counts["SLOWER"] == 1
         assert of(outcome, FIRST).verdict == "SLOWER"
+
+    def test_a_gpu_that_does_not_tell_which_one_it_is_is_another(self) -> None:
+        """Also than the baseline's runs of which nobody knows either."""
+        outcome = gate(slowed(1.0, uuid=None), pool(runs(5, uuid=None)))
+        assert any("another board" in note for note in outcome.notes)
+
+    def test_a_board_of_which_only_other_cases_are_stored_is_another(self) -> None:
+        """And the controls of these runs, by which it is 2 % faster, say nothing of the cases."""
+        other = runs(5, dict.fromkeys(CASES[12:20], 1e-3), uuid="two", controls=0.98)
+        outcome = gate(slowed(1.0, uuid="two"), pool([*runs(5), *other]))
+        assert any("another board" in note for note in outcome.notes)
+        assert outcome.controls["gemm"] == pytest.approx(1.0)
+        assert outcome.runs_before == 10
+
+    def test_a_run_of_other_cases_changes_nothing(self) -> None:
+        """Two boards differ by 4 %, so what a third does is no surprise; a run of other cases is of a fourth board."""
+        far = {case: time_s * (1 + 0.04 * (-1) ** number) for number, (case, time_s) in enumerate(TIMES.items())}
+        known = [*runs(3), *runs(3, far, uuid="two")]
+        other = runs(1, dict.fromkeys(CASES[12:20], 1e-3), uuid="four")
+        now = slowed(1.04, uuid="three")
+        alone, together_with_it = gate(now, pool(known)), gate(now, pool([*known, *other]))
+        assert of(alone, FIRST).verdict == "UNRESOLVED"
+        assert [finding.time for finding in alone.findings] == [finding.time for finding in together_with_it.findings]
 
     def test_only_a_board_that_the_baseline_lacks_is_named(self) -> None:
         """One of several that it has is no difference."""
@@ -524,6 +581,15 @@ class TestCasesThatAreNotThere:
         outcome = gate([slowed(1.0, seed=1), slowed(1.0, seed=2), lacking(not_measured=lost)])
         assert (of(outcome, FIRST).verdict, of(outcome, FIRST).absent_runs) == ("SAME", 1)
         assert (outcome.exit_code(), outcome.exit_code(strict=True)) == (0, 1)
+        assert f"{FIRST} failed in 1 of 3 runs: out of memory" in render(outcome)
+
+    def test_a_case_that_failed_in_most_runs_is_missing(self) -> None:
+        """Its time in one of three does not excuse it, and why it failed is said. A skipped one is not."""
+        for kind, verdict in (("failed", "MISSING"), ("skipped", "SAME")):
+            lost = [{"case": FIRST, "outcome": kind, "reason": "its GEMMs ran in BF16"}]
+            outcome = gate([slowed(1.0), *(lacking(not_measured=lost) for _ in range(2))])
+            assert of(outcome, FIRST).verdict == verdict
+            assert ("failed in 2 of 3 runs: its GEMMs ran in BF16" in render(outcome)) == (verdict == "MISSING")
 
     def test_an_older_file_does_not_say_what_was_selected(self) -> None:
         """Then nothing that it lacks is missing; if its run was ended, it cannot be judged."""
@@ -564,6 +630,17 @@ class TestStatistics:
         found = centre(table)
         assert found.log_s[0] == 6.5
         assert found.factor[0] == 0.25
+
+    def test_levels_are_of_a_case_s_runs_by_board(self) -> None:
+        """The middle of each board's, and their mean; none where one of its boards has no control."""
+        logs = np.array([[0.0, 0.0, 0.3, 0.3, 0.5], [1.0, 3.0, 2.0, 2.0, np.nan]])
+        there = np.array([[1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [0, 1, 0, 0, 1], [0, 1, 0, 0, 1], [0, 0, 0, 0, 0]], bool)
+        found, factor = levels(Table(logs, np.array(list("aabbc"))), there)
+        nothing = np.nan
+        expected = [[0.15, 2.0], [0.3, 2.0], [0.25, nothing], [0.25, nothing], [nothing, nothing]]
+        assert found == pytest.approx(np.array(expected), nan_ok=True)
+        expected = [[0.25, 0.25], [0.5, 0.5], [0.5, nothing], [0.5, nothing], [nothing, nothing]]
+        assert factor == pytest.approx(np.array(expected), nan_ok=True)
 
     def test_a_board_s_own_runs_are_taken_where_there_are_enough(self) -> None:
         """Case by case."""
@@ -714,6 +791,18 @@ def test_boards_that_differ_by_their_runs_alone_do_not_differ() -> None:
     logs = 0.005 * np.random.default_rng(5).standard_normal((400, 10))
     found = between_boards(Table(logs, boards), np.full(400, 0.005**2), np.full(400, 0.002), np.array(["kind"] * 400))
     assert np.sqrt(found).max() < 0.002
+
+
+def test_cases_of_some_boards_show_how_much_boards_differ() -> None:
+    """Each case on two of six boards, which differ by 1 %; 0.2 % was stated, and counts as much as one of the two."""
+    generator = np.random.default_rng(6)
+    logs = 0.01 * generator.standard_normal((2000, 6))
+    for row in logs:
+        row[generator.permutation(6)[2:]] = np.nan
+    found = between_boards(
+        Table(logs, np.array(list("abcdef"))), np.zeros(2000), np.full(2000, 0.002), np.array(["kind"] * 2000)
+    )
+    assert np.sqrt(found) == pytest.approx(np.sqrt((0.01**2 + 0.002**2) / 2), rel=0.05)
 
 
 @pytest.mark.parametrize(
