@@ -32,7 +32,7 @@ from benches.judging.comparison import (
 from benches.judging.judge import LAUNCHES, VERDICTS, Finding, Outcome, judge, scatter
 from benches.judging.moderation import Scatter, fit_prior, moderate, rounded, stated_deviation
 from benches.report.verdicts import render
-from correctness.suite.fake_results import CASES, TIMES, evidence, kernel, noisy, results, runs
+from correctness.suite.fake_results import CASES, CONTROLS, TIMES, evidence, kernel, noisy, results, runs
 
 FIRST, SECOND, THIRD = CASES[:3]
 NEW = CASES[20]
@@ -347,6 +347,20 @@ class TestBoards:
         assert outcome.controls["gemm"] == pytest.approx(1.0)
         assert outcome.runs_before == 10
 
+    def test_controls_are_compared_with_those_of_the_same_board(self) -> None:
+        """As cases are; the other board's are 3 % slower."""
+        outcome = gate(slowed(1.0), pool([*runs(3), *runs(5, uuid="two", controls=1.03)]))
+        assert outcome.controls == pytest.approx(dict.fromkeys(CONTROLS, 1.0))
+
+    def test_a_control_that_a_board_lacks_does_not_set_it_apart(self) -> None:
+        """Boards show how much boards differ with the controls that all of them have: here by nothing."""
+        known = [run for uuid in ("one", "two", "three") for run in runs(3, uuid=uuid)]
+        for run in known[:3]:
+            run["suite"]["controls"] = [one for one in run["suite"]["controls"] if one["name"] != "gemm"]
+        found = of(gate(slowed(1.0, uuid="four"), pool(known)), FIRST).time
+        assert found
+        assert found.interval[1] - found.interval[0] < 0.2  # what no control stands for may differ by 2.5 %
+
     def test_a_run_of_other_cases_changes_nothing(self) -> None:
         """Two boards differ by 4 %, so what a third does is no surprise; a run of other cases is of a fourth board."""
         far = {case: time_s * (1 + 0.04 * (-1) ** number) for number, (case, time_s) in enumerate(TIMES.items())}
@@ -590,6 +604,9 @@ class TestCasesThatAreNotThere:
             outcome = gate([slowed(1.0), *(lacking(not_measured=lost) for _ in range(2))])
             assert of(outcome, FIRST).verdict == verdict
             assert ("failed in 2 of 3 runs: its GEMMs ran in BF16" in render(outcome)) == (verdict == "MISSING")
+            assert ("not in all 3 runs: 1 case" in render(outcome)) == (verdict == "SAME")
+        lost = [{"case": FIRST, "outcome": "failed", "reason": "out of memory"}]
+        assert of(gate([slowed(1.0), lacking(not_measured=lost)]), FIRST).verdict == "SAME"  # half are not most
 
     def test_an_older_file_does_not_say_what_was_selected(self) -> None:
         """Then nothing that it lacks is missing; if its run was ended, it cannot be judged."""
@@ -794,11 +811,14 @@ def test_boards_that_differ_by_their_runs_alone_do_not_differ() -> None:
 
 
 def test_cases_of_some_boards_show_how_much_boards_differ() -> None:
-    """Each case on two of six boards, which differ by 1 %; 0.2 % was stated, and counts as much as one of the two."""
+    """Half of them on two of six boards, which differ by 1 %; 0.2 % was stated, and counts as much as one of the two.
+
+    The others are on one board, and say nothing.
+    """
     generator = np.random.default_rng(6)
     logs = 0.01 * generator.standard_normal((2000, 6))
-    for row in logs:
-        row[generator.permutation(6)[2:]] = np.nan
+    for number, row in enumerate(logs):
+        row[generator.permutation(6)[1 + number % 2 :]] = np.nan
     found = between_boards(
         Table(logs, np.array(list("abcdef"))), np.zeros(2000), np.full(2000, 0.002), np.array(["kind"] * 2000)
     )
