@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from packaging.version import InvalidVersion, Version  # pytest has it too
 
 from benches.harness.medians import median_interval
-from benches.report.analysis import MALFORMED, SCHEMA, launches_of
+from benches.report.analysis import MALFORMED, launches_of, suite_of
 from shapes.cases import KINDS
 
 AXES = {name: kind.axes for name, kind in KINDS.items()}
@@ -211,11 +211,7 @@ def read(raw: Any, name: str) -> Results:
 
 
 def _read(raw: Any, name: str) -> Results:
-    suite = raw.get("suite") if isinstance(raw, Mapping) else None
-    if not isinstance(suite, Mapping):
-        raise ValueError("not a results file of this suite: it has no top-level object 'suite'")
-    if suite.get("schema") != SCHEMA:
-        raise ValueError(f"has schema {suite.get('schema')!r}, not {SCHEMA}")
+    suite = suite_of(raw)
     runs = tuple(_run(one) for one in suite["runs"]) if "runs" in suite else (_own_run(raw),)
     if not runs:
         raise ValueError("has no runs")

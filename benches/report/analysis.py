@@ -289,12 +289,18 @@ def timed_cases(results: Mapping[str, Any]) -> list[Measurement[Any]]:
     return [*layers.values(), *gemms.values()]
 
 
-def _suite_of(results: Any) -> Mapping[str, Any]:
+def suite_of(results: Any) -> Mapping[str, Any]:
+    """What a parsed results file has from this suite. Raises ValueError where it has nothing, or another schema."""
     suite = results.get("suite") if isinstance(results, Mapping) else None
     if not isinstance(suite, Mapping):
         raise ValueError("not a results file of this suite: it has no top-level object 'suite'")
     if suite.get("schema") != SCHEMA:
-        raise ValueError(f"results file has schema {suite.get('schema')!r}; this report reads schema {SCHEMA}")
+        raise ValueError(f"has schema {suite.get('schema')!r}, not {SCHEMA}")
+    return suite
+
+
+def _suite_of(results: Any) -> Mapping[str, Any]:
+    suite = suite_of(results)
     if not isinstance(results.get("benchmarks"), list) or not isinstance(suite.get("models"), Mapping):
         raise ValueError("results file: 'benchmarks' must be a list and 'suite.models' an object")
     return suite

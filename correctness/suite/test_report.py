@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "pytest-benchmark's own": ({"benchmarks": [], "machine_info": {}}, "no top-level object 'suite'"),
     "another schema": (
         _broken(lambda results: results["suite"].update(schema=1)),
-        "schema 1; this report reads schema 2",
+        "has schema 1, not 2",
     ),
     "no benchmarks": (_broken(lambda results: results.pop("benchmarks")), "'benchmarks' must be a list"),
     "no median": (_broken(lambda results: results["benchmarks"][0]["stats"].pop("median")), "lacks 'median'"),
