@@ -21,6 +21,7 @@ from typing import Any
 from benches.judging.baselines import default_file, pool, read, read_json, stored
 from benches.report.analysis import MALFORMED
 from benches.report.refusals import in_words, refuse
+from benches.report.verdicts import counted
 from shapes.commands import Parser, print_text, write_text
 
 ENOUGH_RUNS = 5  # fewer say little of how much a case differs from run to run
@@ -57,16 +58,15 @@ def _pool(options: argparse.Namespace) -> list[str]:
     old = read_json(known) if known and known.exists() else None
     pooled = pool(runs, old if onto else None, options.renew, names)
     lines = [] if old is None else [_compared(old, pool(runs), str(known))]
-    if gone := _cases(old, str(known)) - _cases(pooled, str(file)):
+    if gone := _cases(old) - _cases(pooled):
         lines.append(f"not in the new baseline, so never judged again: {len(gone)} cases, {min(gone)}, ...")
     count = len(pooled["suite"]["runs"])
-    in_all = "1 run" if count == 1 else f"{count} runs"
     if count < ENOUGH_RUNS:
-        lines.append(f"{in_all}: {ENOUGH_RUNS} or more say how much a case differs from run to run")
+        lines.append(f"{counted(count, 'run')}: {ENOUGH_RUNS} or more say how much a case differs from run to run")
     if options.replace or old is None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(slim(pooled), indent=1, allow_nan=False) + "\n", options.runs)
-        lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {in_all}")
+        lines.append(f"{file}: {len(pooled['benchmarks'])} cases of {counted(count, 'run')}")
     else:
         lines.append(f"{file} {'is as it was' if file.exists() else 'is not there'}; --replace writes the new one")
     return lines
@@ -83,8 +83,10 @@ def _compared(old: Any, new: Any, name: str) -> str:
         return f"not comparable with the stored one: {error}"
 
 
-def _cases(results: Any, name: str) -> set[str]:
-    return set(read(results, name).timed) if results else set()
+def _cases(results: Any) -> set[str]:
+    """Of a file of whatever schema; somebody's own benchmark is no case."""
+    extras = [one.get("extra_info") or {} for one in results["benchmarks"]] if results else []
+    return {extra["case"] for extra in extras if "case" in extra}
 
 
 def slim(results: Any) -> Any:

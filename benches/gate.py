@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = render(outcome, options.strict)
         if options.json:
             found = json.dumps(as_dict(outcome, options.strict), indent=1, allow_nan=False) + "\n"
-            write_text(options.json, found, [*options.now, baseline, *([options.noise] if options.noise else [])])
+            read = [path for path in (*options.now, baseline, options.noise) if path]
+            write_text(options.json, found, read)
     except (OSError, ValueError, *MALFORMED) as error:
         return refuse("benches.gate", in_words(error))
     except ImportError as error:

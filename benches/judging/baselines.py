@@ -28,6 +28,7 @@ AXES = {name: kind.axes for name, kind in KINDS.items()}
 PINNED = ("torch", "transformer_engine", "cuda_runtime", "cublas", "cudnn")
 CONTROLS = ("gemm", "fp8_gemm", "copy", "short_kernels", "python")  # others are of another version of this suite
 HOST_CONTROL = "python"
+NEVER = Moment.min.replace(tzinfo=timezone.utc)  # before any run
 OF_THE_RUNS = ("runs", "selected", "left_out")  # of a suite: what a pooled file has of its own, or not at all
 
 
@@ -304,8 +305,6 @@ def _seconds(value: Any, what: str) -> float:
     return number
 
 
-_NEVER = Moment.min.replace(tzinfo=timezone.utc)
-
 # --- together ----------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +323,7 @@ def together(files: Sequence[Results]) -> Results:
     if twice := next((one for one in when if when.count(one) > 1), None):
         raise ValueError(f"the run of {twice[0]} is there twice: nothing can be learned from it again")
     _check_versions([run for file in files for run in file.runs])
-    by_age = sorted(files, key=lambda file: max((run.moment for run in file.runs), default=_NEVER))
+    by_age = sorted(files, key=lambda file: max((run.moment for run in file.runs), default=NEVER))
     offsets = {id(file): sum(len(other.runs) for other in files[:index]) for index, file in enumerate(files)}
     timed: dict[str, Timed] = {}
     for file in reversed(by_age):
@@ -383,9 +382,8 @@ def pool(
 
     With `renew`, the cases that the runs have forget their earlier runs. A case's `stats` are of its runs' medians, so
     that pytest-benchmark compares with the median of these. What ran, the machine and what was not measured are the
-    newest file's; `names` are what errors call the runs. Raises ValueError, in one
-    line, for runs that do not belong together: of another GPU or CPU model, schema or version of what runs; planted
-    ones; the same run twice.
+    newest file's; `names` are what errors call the runs. Raises ValueError, in one line, for runs that do not belong
+    together: of another GPU or CPU model, schema or version of what runs; planted ones; the same run twice.
     """
     names = names or [f"run {number}" for number in range(1, len(runs) + 1)]
     files = [read(raw, name) for raw, name in zip(runs, names, strict=True)]
@@ -399,11 +397,20 @@ def pool(
     whole = together(files)
     if not whole.timed:
         raise ValueError(f"{whole.name}: no case has a time")
+    return {
+        **whole.raw,
+        "benchmarks": [_pooled(found) for found in whole.timed.values()],
+        "suite": _pooled_suite(whole, files),
+    }
+
+
+def _pooled_suite(whole: Results, files: Sequence[Results]) -> dict[str, Any]:
+    """What a baseline has besides its cases: the newest file's, with the runs, the models and the evidence of all."""
     suite = {key: value for key, value in whole.raw["suite"].items() if key not in OF_THE_RUNS}
     models: dict[str, Any] = {}
     for file in (*files, whole):
         models |= file.raw["suite"]["models"]
-    suite |= {
+    return suite | {
         "models": models,
         "not_measured": [
             {"case": case, "outcome": outcome, "reason": reason} for case, (outcome, reason) in whole.lost.items()
@@ -415,7 +422,6 @@ def pool(
         "runs": [asdict(run) for run in whole.runs],
         "spent_s": _spent(file.raw["suite"].get("spent_s") or {} for file in files),
     }
-    return {**whole.raw, "benchmarks": [_pooled(found) for found in whole.timed.values()], "suite": suite}
 
 
 def _spent(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -211,14 +211,13 @@ def levels(controls: Table, there: NDArray[np.bool_]) -> tuple[Array, Array]:
 
 
 def _level(controls: Table, chosen: NDArray[np.bool_]) -> tuple[Array, Array]:
-    """As `centre`, but what a board lacks has no middle."""
-    boards = np.unique(controls.boards[chosen])
-    if not len(boards):
+    """The `centre` over these runs; what one of their boards lacks has none."""
+    if not chosen.any():
         nothing = np.full(len(controls.logs), np.nan)
         return nothing, nothing
-    parts = [middle(controls.logs[:, chosen & (controls.boards == board)]) for board in boards]
-    factors = np.mean([median_variance(count) for _, count in parts], axis=0)
-    return np.mean([logs for logs, _ in parts], axis=0), factors / len(boards)
+    found = centre(Table(controls.logs[:, chosen], controls.boards[chosen]))
+    everywhere = np.all([share > 0 for share in found.shares.values()], axis=0)
+    return np.where(everywhere, found.log_s, np.nan), np.where(everywhere, found.factor, np.nan)
 
 
 def expected(before: Table, now: Table, controls: Controls, following: Array) -> Expected:

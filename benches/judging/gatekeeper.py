@@ -91,16 +91,11 @@ class Gatekeeper:
         """Judge against this file too. Raises pytest.UsageError, in one line, where that cannot be."""
         if not importlib.util.find_spec("scipy"):
             raise pytest.UsageError("--benchmark-compare: the gate needs scipy (pip install scipy)")
-        from benches.judging.differences import parts_of
-
         try:
             baseline = read(raw, name)
-            for timed in baseline.timed.values():  # what the gate will look at, before minutes go into measuring
-                parts_of(timed)
-        except (ValueError, *MALFORMED) as error:
-            raise pytest.UsageError(
-                f"--benchmark-compare: {name}: {in_words(error).removeprefix(f'{name}: ')}"
-            ) from None
+            _check_evidence(baseline)
+        except ValueError as error:
+            raise pytest.UsageError(f"--benchmark-compare: {error}") from None
         self._baselines.append(baseline)
 
     def check_found(self, asked: str | bool | None) -> None:
@@ -114,16 +109,16 @@ class Gatekeeper:
 
     def check(self, results: Mapping[str, Any]) -> None:
         """Before anything is measured: raise pytest.UsageError where the baseline is of another machine."""
+        if not self.judges:
+            return
         now = read(_dated(results), "this run")
-        if self._baselines:
-            try:
-                together(self._baselines)
-            except ValueError as error:
-                raise pytest.UsageError(f"--benchmark-compare: {error}") from None
-        for baseline in self._baselines:
-            if baseline.machine != now.machine:
-                what = f"{baseline.name} is of {baseline.machine}, and this is {now.machine}"
-                raise pytest.UsageError(f"--benchmark-compare: {what}")
+        try:
+            before = together(self._baselines)
+        except ValueError as error:
+            raise pytest.UsageError(f"--benchmark-compare: {error}") from None
+        if before.machine != now.machine:
+            what = f"{self._baselines[0].name} is of {before.machine}, and this is {now.machine}"
+            raise pytest.UsageError(f"--benchmark-compare: {what}")
 
     def judge(self, results: Mapping[str, Any]) -> None:
         """Judge what was measured, which becomes `outcome`; where that cannot be, a note says why."""
@@ -179,6 +174,17 @@ class Gatekeeper:
 
 def _dated(results: Mapping[str, Any]) -> dict[str, Any]:
     return {"datetime": datetime.now(timezone.utc).isoformat(), **results}
+
+
+def _check_evidence(baseline: Results) -> None:
+    """Raise ValueError where the gate would make no sense of what ran, after all has been measured."""
+    from benches.judging.differences import parts_of
+
+    try:
+        for timed in baseline.timed.values():
+            parts_of(timed)
+    except (ValueError, *MALFORMED) as error:
+        raise ValueError(f"{baseline.name}: {in_words(error)}") from None
 
 
 def _check_comparable(raw: Mapping[str, Any], name: str) -> None:

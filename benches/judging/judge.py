@@ -442,13 +442,8 @@ def _why_absent(case: str, now: Results) -> str:
         if axis == "model" or value in KNOWN.get(axis, ()) or (axis == "linear" and _given(case, now)):
             return ""
         unknown.append(f"{axis} {value!r}")
-    return f"renamed or removed: {_gone(unknown)}"
-
-
-def _gone(unknown: Sequence[str]) -> str:
-    if unknown:
-        return f"{', '.join(unknown)} cannot be selected any more"
-    return "no case of this name can be selected any more"
+    what = f"{', '.join(unknown)} cannot" if unknown else "no case of this name can"
+    return f"renamed or removed: {what} be selected any more"
 
 
 def _known(case: str, before: Results, now: Results) -> bool:
@@ -485,17 +480,14 @@ def _notes(before: Results, now: Results, times: Sequence[Judged]) -> Iterator[s
     if stated := sum(time.noise_stated for time in times):
         yield f"noise of {stated} of {len(times)} cases is assumed, not measured: pool more runs, or give --noise"
     boards = [{run.uuid for run in one.runs} for one in (before, now)]
+    of_launches = [["short_kernels" in run.controls for run in one.runs] for one in (before, now)]
     if before.machine.device == "cuda" and (None in boards[1] or not boards[1] <= boards[0]):
         yield "another board than the baseline's: judged with what boards differ by beyond their controls"
     if not any(run.controls for run in before.runs) or not any(run.controls for run in now.runs):
         yield "no controls on one side: a shift of the machine cannot be told from one of the cases"
-    elif not all("short_kernels" in run.controls for run in now.runs) and _launches_known(before):
+    elif any(of_launches[0]) and not all(of_launches[1]):
         yield "no control of short kernels in this run: launches that cost more or less are not allowed for"
     yield from _absences(now.lost)
-
-
-def _launches_known(before: Results) -> bool:
-    return any("short_kernels" in run.controls for run in before.runs)
 
 
 def _absences(lost: Mapping[str, tuple[str, str]]) -> Iterable[str]:

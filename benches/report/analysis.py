@@ -256,7 +256,7 @@ def analyse(results: Mapping[str, Any], regime: str | None = None) -> Analysis:
 
     Raises ValueError, in one line, for something that is not a results file of this suite or of another schema.
     """
-    suite = _suite_of(results)
+    suite = _reportable(results)
     not_measured = suite.get("not_measured") or []
     layers, gemms = _measurements(results["benchmarks"])
     if regime:
@@ -284,7 +284,7 @@ def analyse(results: Mapping[str, Any], regime: str | None = None) -> Analysis:
 
 def timed_cases(results: Mapping[str, Any]) -> list[Measurement[Any]]:
     """Every case of a results file that has a time. Raises as `analyse` does."""
-    _suite_of(results)
+    _reportable(results)
     layers, gemms = _measurements(results["benchmarks"])
     return [*layers.values(), *gemms.values()]
 
@@ -299,7 +299,7 @@ def suite_of(results: Any) -> Mapping[str, Any]:
     return suite
 
 
-def _suite_of(results: Any) -> Mapping[str, Any]:
+def _reportable(results: Any) -> Mapping[str, Any]:
     suite = suite_of(results)
     if not isinstance(results.get("benchmarks"), list) or not isinstance(suite.get("models"), Mapping):
         raise ValueError("results file: 'benchmarks' must be a list and 'suite.models' an object")

@@ -52,15 +52,16 @@ def render(outcome: Outcome, strict: bool = False) -> str:
 
 
 def _heading(outcome: Outcome) -> str:
-    lines = [f"{_runs(outcome.runs_now)} against {outcome.baseline}, {_runs(outcome.runs_before)}"]
+    lines = [f"{counted(outcome.runs_now, 'run')} against {outcome.baseline}, {counted(outcome.runs_before, 'run')}"]
     lines += [f"  {note}" for note in outcome.notes]
     if outcome.differing:
         lines.append("differs from the baseline: " + "; ".join(map(str, outcome.differing)))
     return "\n".join(lines)
 
 
-def _runs(count: int) -> str:
-    return f"{count} run" if count == 1 else f"{count} runs"
+def counted(count: int, what: str) -> str:
+    """So many of them, with a plural where there is one."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _listed(
@@ -164,8 +165,8 @@ def _totals(outcome: Outcome) -> Iterator[str]:
         left = ", ".join(f"{count} of {model}" for model, count in outcome.left_out.items())
         yield f"not selected, so not judged: {left}"
     if absent := [one for one in outcome.judged if one.absent_runs and one.verdict != "MISSING"]:
-        count, more = ("1 case", "") if len(absent) == 1 else (f"{len(absent)} cases", ", ...")
-        yield f"not in all {outcome.runs_now} runs: {count}, {absent[0].case}{more}"
+        more = ", ..." if len(absent) > 1 else ""
+        yield f"not in all {outcome.runs_now} runs: {counted(len(absent), 'case')}, {absent[0].case}{more}"
         yield from (f"{one.case} {one.reason}" for one in absent if one.reason)
     if found := [finding.time.detectable for finding in outcome.judged if finding.time]:
         half, everything = percent(median(found)), percent(max(found))

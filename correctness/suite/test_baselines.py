@@ -248,6 +248,16 @@ class TestCommand:
         assert self.called(files=fewer) == 0
         assert f"never judged again: 11 cases, {min(list(TIMES)[1:])}, ..." in capsys.readouterr().out
 
+    def test_one_of_an_older_schema_can_be_replaced(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """It cannot be compared with, and would be in the way for ever."""
+        self.called(files=runs(5))
+        older = json.loads(Path(STORED).read_text())
+        older["suite"]["schema"] = SCHEMA - 1
+        Path(STORED).write_text(json.dumps(older))
+        assert self.called("--replace", files=runs(5)) == 0
+        assert f"not comparable with the stored one: {STORED}: has schema {SCHEMA - 1}" in capsys.readouterr().out
+        assert json.loads(Path(STORED).read_text())["suite"]["schema"] == SCHEMA
+
     def test_somebody_s_own_benchmark_in_it_does_not_matter(self, capsys: pytest.CaptureFixture[str]) -> None:
         """pytest-benchmark writes all that ran into one file."""
         files = runs(2)
